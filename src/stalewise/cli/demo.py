@@ -92,7 +92,7 @@ def summary_table(figures: dict[str, Any]) -> Table:
     table = make_table(("run", "accuracy [95%]", "total", *TIMED, "ESS"), left=("run",), title=title)
     for name, run_figures in figures["runs"].items():
         accuracy = "{accuracy:.3f} [{accuracy_low:.3f}, {accuracy_high:.3f}]".format(**run_figures)
-        seconds = (f"{run_figures[key]:.1f}" for key in ("seconds", *(f"{one}_seconds" for one in TIMED)))
+        seconds = (f"{run_figures[key]:.1f}" for key in ("seconds", *(f"{activity}_seconds" for activity in TIMED)))
         table.add_row(name, accuracy, *seconds, f"{run_figures['final_ess']:.3f}")
     return table
 

@@ -104,7 +104,7 @@ def difficulty(
     added = 0
     for run in runs or ():
         for batch, name, counts in pass_counts(run, stage=stage, passing=passing):
-            added += table.add(batch, name, {prompt: PassCounts(*one) for prompt, one in counts.items()})
+            added += table.add(batch, name, {prompt: PassCounts(*count) for prompt, count in counts.items()})
     if output is not None and added:
         write_json_atomic(output, table.record(), sealed=True)
     record = {"added": added, **table.summary(low, high), "low": low, "high": high}

@@ -279,7 +279,7 @@ def evaluate(
         results = evaluate_planned(plan, callback)
     if plan.is_single:
         return print_json(results[0].record()) if as_json else print_evaluation(results[0])
-    records = [one.record() for one in results]
+    records = [result.record() for result in results]
     print_json(records) if as_json else print_lines(suite_table(records))
 
 
@@ -379,9 +379,9 @@ def _work(source: str, worker: str | None, ray: int | None, once: bool, settings
 
             done = [work(source, worker=worker or "", **options)]
     if as_json:
-        print_json([asdict(one) for one in done])
-    for one in done if not as_json else ():
-        typer.echo(_describe_work(one))
+        print_json([asdict(work_done) for work_done in done])
+    for work_done in done if not as_json else ():
+        typer.echo(_describe_work(work_done))
 
 
 def _describe_work(done: WorkDone) -> str:

@@ -161,7 +161,7 @@ class StaleGRPOTrainer(GRPOTrainer):
 
         def note(given: Any) -> list[Any]:
             rewards = list(given)
-            wrong = {row: float(one) for row, one in enumerate(rewards) if _is_infinite_or_nan(one)}
+            wrong = {row: float(reward) for row, reward in enumerate(rewards) if _is_infinite_or_nan(reward)}
             self._warn(name, list(wrong.values()), len(rewards))
             self._not_finite.update(wrong)
             return rewards

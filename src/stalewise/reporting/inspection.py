@@ -39,7 +39,7 @@ def inspect_run(directory: str | Path, *, verify: bool = False) -> dict[str, Any
         "evaluations": read_records(directory / "eval.jsonl", EVALUATION),
         "seconds": read_result(directory, updates).seconds,
         "fork": {key: value for key, value in read_fork(directory).items() if key not in ("format", "schedule")},
-        "rewards": [{"name": one.name, **one.record} for one in reward_versions(directory)],
+        "rewards": [{"name": version.name, **version.record} for version in reward_versions(directory)],
         "rewards_used": sorted(set(rewards_used(directory).values())) or [FIRST],
         "config_changes": [
             line for line in read_records(directory / "journal.jsonl", JOURNAL) if line["event"] == "config"
@@ -157,15 +157,19 @@ def describe_rollout(directory: Path, rollout: Rollout, path: Path) -> dict[str,
 def other_rewards(batch: Path, rollout_id: int) -> dict[str, dict[str, Any]]:
     """The rewards that `rescore` gave a rollout, by the names of their versions."""
     return {
-        name: {"reward": one.value, "reward_parts": dict(one.parts), "reward_error": one.error}
-        for name, one in ((name, rewards.reward(rollout_id)) for name, rewards in rescored(batch).items())
+        name: {"reward": reward.value, "reward_parts": dict(reward.parts), "reward_error": reward.error}
+        for name, reward in ((name, rewards.reward(rollout_id)) for name, rewards in rescored(batch).items())
     }
 
 
 def rescored(batch: Path) -> dict[str, BatchRewards]:
     """The further rewards of a batch by the names of their versions, in the run that made it."""
     manifest, versions = store.read_batch_manifest(batch), reward_versions(batch.resolve().parent.parent)
-    return {one.name: one.rewards_of(manifest, batch) for one in versions if batch.name in one.record["batches"]}
+    return {
+        version.name: version.rewards_of(manifest, batch)
+        for version in versions
+        if batch.name in version.record["batches"]
+    }
 
 
 def load_tokenizer(run: Path) -> Any:

@@ -1,4 +1,4 @@
-"""A run in sentences: did it work, what did it cost, and what is wrong with it; names of metrics for readers."""
+"""A summary of a run in sentences: its result, its cost and its problems; and captions of metrics."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
 
 
 def metric_of(key: str) -> Metric:
-    """What the page says of a metric."""
+    """The caption and definition of a metric on the page."""
     if key.startswith(PART):
         name = key.removeprefix(PART)
         return Metric(f"mean of the reward part {name}", f"mean of {name} over the rollouts of the update that have it")
@@ -208,7 +208,7 @@ def accuracy_of(evaluation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_lineage(run: Run) -> str:
-    """What the run was forked from, and the settings that were changed then and in place; empty if nothing was."""
+    """The run that this one was forked from, and settings changed at the fork and in place; empty if there are none."""
     sentences = [f"{words}." for words in describe_fork(run.fork)]
     for record in run.config_changes:
         sentences.append(f"At version {record.get('version', 0)} was changed: {format_changes(record['changes'])}.")
@@ -216,12 +216,12 @@ def describe_lineage(run: Run) -> str:
 
 
 def describe_fork(record: Mapping[str, Any]) -> list[str]:
-    """The runs that a run was forked from, the last one first."""
-    lines = [record, *record.get("ancestors", ())] if record else []
+    """The runs that a run was forked from, the nearest first."""
+    origins = [record, *record.get("ancestors", ())] if record else []
     return [
-        f"{'Forked' if index == 0 else 'which was forked'} from {one['run']} at version {one['version']}"
-        + (f" with {format_changes(one['changes'])}" if one["changes"] else " without a change")
-        for index, one in enumerate(lines)
+        f"{'Forked' if index == 0 else 'which was forked'} from {origin['run']} at version {origin['version']}"
+        + (f" with {format_changes(origin['changes'])}" if origin["changes"] else " without a change")
+        for index, origin in enumerate(origins)
     ]
 
 
@@ -330,7 +330,7 @@ def ranking(runs: Sequence[Run]) -> str:
 
 
 def warnings_of(run: Run) -> list[str]:
-    """What to know before trusting the curves: the value, what was expected, and what to do."""
+    """Warnings about the run: the value, the expected value, and what to do."""
     unfinished = [
         f"generation batch {name} is not complete ({count_noun(rows, 'rollout')} so far): left out"
         for name, rows in run.unfinished.items()
@@ -357,7 +357,7 @@ def _course_warnings(run: Run) -> Iterator[str]:
 
 
 def _held_out_warning(run: Run) -> str:
-    """That the last evaluation had fewer prompts than it was to have; empty where that is unknown."""
+    """A warning if the last evaluation had fewer prompts than the config asks for; empty if not, or unknown."""
     asked = run.config.get("evaluation.prompts")
     if not run.evaluations or not isinstance(asked, int):
         return ""
@@ -418,7 +418,7 @@ def _rollout_warnings(run: Run) -> Iterator[str]:
 
 
 def _records(run: Run) -> list[Any]:
-    """What was recorded of a verifier's work: of each batch and of each evaluation."""
+    """The records of the verifier's errors, of each batch and of each evaluation."""
     return [*(batch.extra for batch in run.batches), *run.evaluations]
 
 
@@ -493,7 +493,7 @@ def describe_extremes(run: Run, warnings: Sequence[str] = ()) -> str:
     """The largest gradient and the lowest effective sample size, with their updates, where no warning names them."""
     parts: list[str] = []
     for key, word, pick in (("grad_norm", "largest", np.nanargmax), ("ess_sequence", "lowest", np.nanargmin)):
-        if len(run.finite(key)) and not any(one.startswith(f"{key} ") for one in warnings):
+        if len(run.finite(key)) and not any(warning.startswith(f"{key} ") for warning in warnings):
             values = np.where(np.isfinite(run.column(key)), run.column(key), np.nan)
             row = int(pick(values))
             parts.append(

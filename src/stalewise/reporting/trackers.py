@@ -49,16 +49,18 @@ class Trackers(NullCallback):
         for record in records[self._logged :]:
             passed = {f"evaluation/pass@{k}": interval["value"] for k, interval in record["pass_at"].items()}
             tasks = {
-                f"evaluation/{label}/accuracy": one["accuracy"]["value"]
-                for label, one in record.get("by_task", {}).items()
+                f"evaluation/{label}/accuracy": result["accuracy"]["value"]
+                for label, result in record.get("by_task", {}).items()
             }
             self._log({"evaluation/accuracy": record["accuracy"]["value"], **passed, **tasks}, record["version"])
         self._logged = len(records)
         suites = read_records(self._suites, SUITE)
         for record in suites[self._logged_suites :]:
-            named = {f"suites/{record['suite']}/{name}": one["value"] for name, one in measures_of(record).items()}
-            for label, one in record.get("by_task", {}).items():
-                named[f"suites/{record['suite']}/{label}/accuracy"] = one["accuracy"]["value"]
+            named = {
+                f"suites/{record['suite']}/{name}": interval["value"] for name, interval in measures_of(record).items()
+            }
+            for label, result in record.get("by_task", {}).items():
+                named[f"suites/{record['suite']}/{label}/accuracy"] = result["accuracy"]["value"]
             self._log(named, record["version"])
         self._logged_suites = len(suites)
 

@@ -124,7 +124,7 @@ class Verification:
 
     def record(self) -> dict[str, Any]:
         """As plain values, for `--json`."""
-        damaged = [{name: getattr(one, name) for name in Damage.__slots__} for one in self.damaged]
+        damaged = [{name: getattr(damage, name) for name in Damage.__slots__} for damage in self.damaged]
         parts = {"files": self.files, "bytes": self.bytes, "seconds": round(self.seconds, 3)}
         return {"directory": str(self.directory), "damaged": damaged, "not_covered": self.not_covered, **parts}
 
@@ -161,7 +161,7 @@ def check_run(directory: str | Path, *, everything: bool = False) -> Verificatio
     With `everything` also where something is damaged that a run does not need any more.
     """
     found = verify_run(directory, thorough=False)
-    if stops := [one for one in found.damaged if one.stops or everything]:
+    if stops := [damage for damage in found.damaged if damage.stops or everything]:
         first, more = stops[0], f" and {len(stops) - 1} more" if len(stops) > 1 else ""
         what = f"{found.directory / first.file}{more} is damaged: {first.problem}"
         raise StoreError(f"{what}; made again: {first.again}; `stalewise verify {directory}` has all of it")
@@ -233,7 +233,7 @@ def _verify_lines(found: Verification, run: Path) -> list[LedgerEntry]:
     try:
         return read_ledger(run / "ledger" / "updates.jsonl")
     except StoreError as error:
-        if not any(one.file == "ledger/updates.jsonl" for one in found.damaged):
+        if not any(damage.file == "ledger/updates.jsonl" for damage in found.damaged):
             _add(found, run / "ledger" / "updates.jsonl", error, *RECORD_FILES["ledger/updates.jsonl"][1:])
         return []
 
@@ -314,7 +314,7 @@ def _verify_updates(found: Verification, ledger: list[LedgerEntry]) -> None:
     """The ledger has every update that led to the newest checkpoint."""
     made, updates = versions(found.directory), [entry.update for entry in ledger]
     path = found.directory / "ledger" / "updates.jsonl"
-    if not made or {RECORDS, _name(found, path)} & {one.file for one in found.damaged}:
+    if not made or {RECORDS, _name(found, path)} & {damage.file for damage in found.damaged}:
         return
     first = updates[0] if updates else 0
     missing = sorted(set(range(first, made[-1])) - set(updates))

@@ -99,9 +99,8 @@ class Batch:
         self.rollouts_by_update: dict[int, list[npt.NDArray[np.int64]]] = {}  # a cache of `rollouts_of_updates`
         # Log-probabilities under a reference policy, where they were computed.
         self.reference: TokenColumn | None = None
-        # Weights of reward parts; if there are any, the reward is their weighted sum.
-        self.weights: Mapping[str, float] = {}
-        self.selection: Selection | None = None  # None: all groups are treated alike
+        self.weights: Mapping[str, float] = {}  # of the parts of rewards; the reward is then their weighted sum
+        self.selection: Selection | None = None  # None: all groups are dealt alike
         self._footers: dict[int, pq.FileMetaData] = {}
         self._first = np.array([shard.rollout_first for shard in manifest.shards], np.int64)  # increasing
 
@@ -153,7 +152,7 @@ class Batch:
         return parts_of(self.iter_tables(["rollout_id", "reward_parts"]))
 
     def informative(self) -> npt.NDArray[np.bool_]:
-        """Whether each rollout belongs to a group whose rewards differ, with the penalty of the selection."""
+        """Whether each rollout is of a group whose rewards differ, with the penalty of the selection."""
         reward = self.column("reward")
         if self.selection is not None:
             reward = reward + self.selection.penalty(self.column("response_length"))
@@ -161,17 +160,17 @@ class Batch:
 
     def take(self, rollout_ids: npt.ArrayLike) -> RolloutColumns:
         """The given rollouts in the given order; only row groups that hold one of them are decoded."""
-        requested = np.asarray(rollout_ids, dtype=np.int64).reshape(-1)
-        wanted = np.unique(requested)
+        asked = np.asarray(rollout_ids, dtype=np.int64).reshape(-1)
+        wanted = np.unique(asked)
         parts = list(self._parts(wanted))
-        present = np.concatenate([part.rollout_id for part in parts]) if parts else np.empty(0, np.int64)
-        if len(present) != len(wanted):
-            missing = np.setdiff1d(wanted, present)
+        found = np.concatenate([part.rollout_id for part in parts]) if parts else np.empty(0, np.int64)
+        if len(found) != len(wanted):
+            missing = np.setdiff1d(wanted, found)
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise StoreError(f"{self.directory} has no rollout {', '.join(map(str, missing[:5]))}{more}")
         if not parts:
             return rows_from_table(SCHEMA.empty_table())
-        return concatenate(parts).take(np.searchsorted(present, requested))
+        return concatenate(parts).take(np.searchsorted(found, asked))
 
     def _parts(self, wanted: npt.NDArray[np.int64]) -> Iterator[RolloutColumns]:
         """The rows of `wanted` (sorted), row group by row group, so that only one is in memory."""
@@ -188,14 +187,14 @@ class Batch:
                         yield rows.take(np.flatnonzero(np.isin(rows.rollout_id, here, assume_unique=True)))
 
     def _read_rows(self, file: pq.ParquetFile, row_group: int, shard: ShardManifest) -> RolloutColumns:
-        """The rows of a row group, with weighted rewards and reference log-probabilities if this batch has them."""
+        """The rows of a row group, with the columns that this batch has besides its shards'."""
         table = _decode(file, row_group, [*EPISODE_COLUMNS, *(_OF_REWARDS if self.weights else ())])
         rows = rows_from_table(table)
         if self.weights:
             rows = replace(rows, reward=self._weighted(table))
         if self.reference is not None:
             before = (_decode(file, group, ["response_length"]) for group in range(row_group))
-            first = sum(int(numbers(table["response_length"], np.int64).sum()) for table in before)
+            first = sum(int(numbers(one["response_length"], np.int64).sum()) for one in before)
             rows = replace(rows, reference_logp=self.reference.read(shard, first, len(rows.response_ids)).copy())
         return rows
 

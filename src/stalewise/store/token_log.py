@@ -67,7 +67,7 @@ class TokenLog:
         self._waiting: dict[int, TokenRecord] = {}
 
     def add(self, update: int, record: TokenRecord | None) -> None:
-        """Keep the record of an update until the next commit; None: there is nothing to record."""
+        """Keep the record of an update until the next commit; None: the update has nothing to record."""
         if record is not None:
             self._waiting[update] = record
 
@@ -126,7 +126,7 @@ def token_manifest_path(path: Path) -> Path:
 
 
 def check_token_file(path: Path, checksum: bool = True) -> None:
-    """Compare a file with its checksum, once for each state of it; files of earlier releases have none."""
+    """Compare a file with its checksum, once for each state of the file; files of older releases have none."""
     if not token_manifest_path(path).is_file():
         return
     manifest = read_record(token_manifest_path(path), MANIFEST)

@@ -299,8 +299,8 @@ class RowsTask:
         if not questions:
             raise TaskError(f"{self.name} has no rows")
         shown = self._form.shown
-        kept = [one for one in questions.values() if one.row_id not in excluded]
-        kept = [one for one in kept if problem_key(one.problem) not in shown]
+        kept = [question for question in questions.values() if question.row_id not in excluded]
+        kept = [question for question in kept if problem_key(question.problem) not in shown]
         if not kept:
             which = "few_shot" if shown else "exclude_ids"
             raise TaskError(f"{self.name}: {which} leaves none of its {len(questions)} rows")
@@ -358,17 +358,17 @@ def _messages(row: Row, name: str) -> list[dict[str, str]]:
     """Read a field that holds the messages of a chat, of which the last is the user's."""
     messages = row.fields[name]
     plain = [
-        {"role": one["role"], "content": one["content"]}
-        for one in messages
-        if isinstance(one, Mapping) and all(isinstance(one.get(key), str) for key in ("role", "content"))
+        {"role": message["role"], "content": message["content"]}
+        for message in messages
+        if isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
     ]
     if len(plain) < len(messages) or not plain or plain[-1]["role"] != "user" or not plain[-1]["content"].strip():
         raise TaskError(
             f"{row.where}: field {name!r} is a list: expected messages with role and content, the last one the user's"
         )
-    for one in plain:
-        if one["content"]:
-            _plain_text(one["content"], f"{row.where}: field {name!r}")
+    for message in plain:
+        if message["content"]:
+            _plain_text(message["content"], f"{row.where}: field {name!r}")
     return plain
 
 

@@ -280,7 +280,9 @@ def readable_paths(more: Sequence[str] = ()) -> list[str]:
     paths = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", interpreter()]
     paths += [os.path.join(sys.base_prefix, "lib"), sysconfig.get_paths()["stdlib"], *more]
     paths += ["/nix/store"] if interpreter().startswith("/nix/store/") else []
-    return list(dict.fromkeys(path for one in paths for path in (one, os.path.realpath(one)) if os.path.lexists(path)))
+    return list(
+        dict.fromkeys(path for entry in paths for path in (entry, os.path.realpath(entry)) if os.path.lexists(path))
+    )
 
 
 def _environment(folder: str, *, packages: bool) -> dict[str, str]:

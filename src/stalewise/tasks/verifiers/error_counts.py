@@ -98,7 +98,7 @@ class ErrorCounts:
             dict(record.get("verifier_error_examples", {})),
             {kind: tuple(ids) for kind, ids in record.get("verifier_error_prompts", {}).items()},
             record.get("unparsed", 0),
-            tuple((one["prompt_id"], one["response"]) for one in record.get("unparsed_examples", ())),
+            tuple((example["prompt_id"], example["response"]) for example in record.get("unparsed_examples", ())),
             timed_out=record.get("timed_out", 0),
         )
 
