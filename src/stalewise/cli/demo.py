@@ -37,7 +37,8 @@ def demo_config(name: str, runs: Path, *, prompts: int = PROMPTS, updates: int =
         "name": name,
         "runs": str(runs),
         "task": {"name": "arithmetic"},
-        "model": {"threads": 1},  # a second one gains little for so small a model, and loses much on a busy machine
+        # A second thread gains little for so small a model, and loses much on a busy machine.
+        "model": {"threads": 1},
         "schedule": {**RUNS[name], "updates": updates},
         "objective": {"name": name},
         "batch": {"prompts": prompts, "group_size": 8},
@@ -72,7 +73,7 @@ def summary_of(result: RunResult) -> dict[str, Any]:
     """Accuracy and time of one run. `seconds` excludes evaluation, which is the same in each."""
     seconds = result.seconds
     interval = result.evaluations[-1]["accuracy"]
-    # Of the last update taken: skipped ones, whose groups have no variance, measure nothing.
+    # Skipped updates, whose groups have no variance, have no ESS.
     ess = [record["ess"] for record in read_records(result.directory / "metrics.jsonl", METRIC) if record["taken"]]
     return {
         "accuracy": result.accuracy,

@@ -54,7 +54,7 @@ def _sources(directory: Path) -> list[dict[str, Any]]:
 
 
 def rewards_used(directory: Path) -> dict[int, str]:
-    """The version of the rewards that a run learned from, by generation batch, where it is not the first."""
+    """The version of the rewards that a run used, by generation batch; batches with the first version are left out."""
     named = enumerate(_sources(directory))
     return {number: batch["rewards"] for number, batch in named if "rewards" in batch}
 
@@ -106,12 +106,12 @@ def inspect_group(directory: str | Path, group: int) -> list[dict[str, Any]]:
 
 
 def _inspect(directory: Path, column: str, wanted: int, what: str) -> list[dict[str, Any]]:
-    """Rollouts with this value in the first batch that has any: ids of several sources may coincide."""
+    """Rollouts with this value in the first batch that has any, since ids of several sources may coincide."""
     committed = [path for _, path in numbered_batches(directory) if store.is_committed(path)]
     for path in committed:
         batch = store.open_batch(path, verify=False)
         if (batch.column(column) == wanted).any():
-            store.open_batch(path)  # what is shown was compared with its checksums
+            store.open_batch(path)  # compares the checksums before anything is shown
             rollouts = [rollout for rollout in batch.iter_rollouts() if getattr(rollout, column) == wanted]
             return [describe_rollout(directory, rollout, path) for rollout in rollouts]
     shards = [shard for path in committed for shard in store.read_batch_manifest(path).shards]
@@ -187,10 +187,10 @@ def load_tokenizer(run: Path) -> Any:
 def pass_counts(
     run: Path, *, stage: str = "all", passing: float = 1.0
 ) -> Iterator[tuple[str, str, dict[str, tuple[int, int]]]]:
-    """Of each generation batch: a checksum, its name, and by prompt id how many rollouts passed, of how many.
+    """Yield a checksum, a name, and counts by prompt id (passed, total) for each generation batch.
 
-    `stage` is `all`, `first` or `last`; a rollout passes with a reward of at least `passing`, and one without a reward
-    does not count.
+    `stage` is `all`, `first` or `last`. A rollout passes with a reward of at least `passing`; rollouts without a reward
+    do not count.
     """
     batches = list(filter(store.is_committed, store.batch_directories(run / "rollouts")))
     if not batches:

@@ -1,4 +1,4 @@
-"""Reads run directories into plain records, in whatever state the runs are. Opens no shard and no checkpoint."""
+"""Reads run directories into plain records, in any state of a run. Opens no shard and no checkpoint."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def seconds_by_stage(journal: Sequence[Record], stage_of: StageOf) -> StageSecon
 
 
 def add_uncommitted(spent: StageSeconds, metrics: Mapping[str, Column], committed: int, stage_of: StageOf) -> None:
-    """Add the updates since the last checkpoint: the journal gets `learn` with the next one."""
+    """Add the updates since the last checkpoint, which the journal records only with the next checkpoint."""
     for update, seconds in _uncommitted(metrics, committed):
         _add(spent, stage_of(update), "learn", seconds)
 
@@ -125,7 +125,7 @@ def _uncommitted(metrics: Mapping[str, Column], committed: int) -> list[tuple[in
     return [(int(update), seconds) for update, seconds in pairs if update >= committed]
 
 
-MOST_NOTES = 3  # on one file
+MOST_NOTES = 3  # notes about the damage of one file
 # Config keys that do not change the results.
 UNIMPORTANT = frozenset({"format", "name", "runs", "trackers", "task.max_unscored", "evaluation.suite"})
 
@@ -143,7 +143,7 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The records of a run directory. Empty where the run has not got that far."""
+    """The records of a run directory. Fields are empty if the run has not got that far."""
 
     directory: Path
     label: str  # unique on the page
@@ -362,7 +362,7 @@ def _json_or_empty(path: Path, notes: list[str], schema: RecordSchema = ANY) -> 
 
 
 def unreadable(path: Path, error: OSError) -> str:
-    """The message for a file that the system does not let us read."""
+    """Error message for a file that cannot be read."""
     return f"cannot read {path}: {error.strerror or error}"
 
 
@@ -441,7 +441,7 @@ def verifier_errors(run: Run) -> Counter[str]:
 
 
 def _without_place(config: dict[str, Any]) -> dict[str, Any]:
-    """Rows and models that the run copied, under names made of their content: equal in all runs that have the same."""
+    """Shorten paths of copied data and models to names made of their content, which are equal in all runs."""
     own = f"{config.get('runs')}/{config.get('name')}/"
     copies = (f"{own}data/", f"{own}model-")
     return {k: v.removeprefix(own) if isinstance(v, str) and v.startswith(copies) else v for k, v in config.items()}

@@ -1,6 +1,6 @@
-"""Tasks over a finite set of rows with a problem and an answer each, from any source.
+"""Tasks over a finite set of rows, each with a problem and an answer, from any source.
 
-Also which evaluation prompts were trained on, by id and by problem (`Seen`).
+`Seen` tells which evaluation prompts were trained on, by id and by problem.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MEANING = re.compile(r"(?<=\d)\.(?=\d)|[^\W_]|[-+*/^=<>()!|%]")
 
 
 def problem_key(problem: str) -> str:
-    """What stays of a problem when it is copied: letters, digits, decimal points, operators and parentheses.
+    """A key that is equal for copies of a problem: its letters, digits, decimal points, operators and parentheses.
 
     >>> problem_key("Find $x$:  2x^{2} = 4.") == problem_key("find x, 2x^2=4")
     True
@@ -61,13 +61,13 @@ class Seen:
 
 
 def seen(prompts: Iterable[Prompt]) -> Seen:
-    """The ids and problems that training on these prompts has seen."""
+    """The ids and problems of these prompts."""
     prompts = list(prompts)
     return Seen(named_ids(prompt.prompt_id for prompt in prompts), frozenset(map(_key_of, prompts)))
 
 
 def named_ids(ids: Iterable[str]) -> frozenset[str]:
-    """The ids that identify a problem in any file; one of digits alone is a row number, which every file has."""
+    """The ids that identify a problem in any file; ids of digits alone are row numbers, and every file has those."""
     return frozenset(name for name in map(own_id, ids) if not name.isdecimal())
 
 
@@ -78,7 +78,7 @@ def own_id(prompt_id: str) -> str:
 
 
 def task_of(prompt_id: str) -> str:
-    """The label of the task in a mixture that a prompt is of; empty outside of one."""
+    """The label of the prompt's task in a mixture; empty if the prompt is of no mixture."""
     label, separator, _ = prompt_id.partition(IN_MIXTURE)
     return label if separator else ""
 
@@ -114,7 +114,7 @@ def _ids_of(line: str, where: str) -> list[str]:
 
 
 MOST_CHARACTERS = 2**22  # of a text: some million tokens
-WHOLE_ROW = ("code", "function", "judge", "python")  # verifiers that may use any field of a row
+WHOLE_ROW = ("code", "function", "judge", "python")  # verifiers that get all fields of a row
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -130,9 +130,9 @@ class Row:
 class PromptForm:
     """Which fields of a row are used, and how they become a prompt. Without an `answer_field` answers are empty.
 
-    `few_shot` are rows, or a JSONL file of them, that every prompt shows with their answers (or with their field
-    `response`, if they have one): as earlier turns of a chat, or as text before the problem. `prefill` begins the reply
-    of a chat. `chat_template_kwargs` are variables of the chat template, such as `enable_thinking`.
+    `few_shot` are rows, or a JSONL file with rows, that every prompt shows with their field `response` or else their
+    answers: as earlier turns of a chat, or as text before the problem. `prefill` is the beginning of the reply in a
+    chat. `chat_template_kwargs` are variables of the chat template, such as `enable_thinking`.
     """
 
     problem_field: str = "problem"
@@ -319,7 +319,7 @@ class RowsTask:
         return _Question(row_id, named, problem, answer, row.where, whole, turns)
 
     def _whole(self, row: Row) -> str:
-        """The row as JSON; for a function of a module without what JSON cannot hold, which it need not name."""
+        """The row as JSON. For the verifier python, fields that JSON cannot hold are left out: it may not need them."""
         if self._form.verifier != "python":
             return _json(dict(row.fields), row.where)
         return "{" + ", ".join(f"{json.dumps(name)}: {text}" for name, text in _held(row.fields)) + "}"
@@ -348,7 +348,7 @@ def _json(value: Any, where: str) -> str:
 
 
 def _held(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The names and the JSON of those fields that JSON can hold."""
+    """Names and JSON of the fields that JSON can hold."""
     for name, value in fields.items():
         with contextlib.suppress(TypeError, ValueError, RecursionError):
             yield str(name), json.dumps(value, ensure_ascii=False)
@@ -389,7 +389,7 @@ def _text(row: Row, name: str) -> str:
 
 
 def _plain_text(text: str, where: str) -> str:
-    """Text that a tokenizer takes: not empty, of a size that can be a prompt, and Unicode."""
+    """Check that a text can be a prompt: not empty, not too long, and valid Unicode."""
     if not text.strip():
         raise TaskError(f"{where} is empty")
     if len(text) > MOST_CHARACTERS:

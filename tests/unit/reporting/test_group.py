@@ -79,7 +79,7 @@ def test_gold_answers_need_no_verifier_and_say_why_they_are_unknown(tmp_path: Pa
     assert gold.of(index, index.batches[0].key, 2)["why"] == "the task's data has changed since"
     write_resolved(make_config({"task": {"name": "verifiers"}}), run / "config.resolved.json")
     unknown = GoldAnswers().of(index, index.batches[0].key, 0)
-    assert unknown["answer"] is None and "known to the program that made the run only" in unknown["why"]
+    assert unknown["answer"] is None and "known only to the program that made the run" in unknown["why"]
 
 
 def test_a_rollout_that_was_not_consumed_has_no_ratio(run: Path) -> None:

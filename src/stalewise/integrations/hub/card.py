@@ -42,14 +42,14 @@ from stalewise.store.schema import EPISODE_SCHEMA, EPISODES
 
 RECORD = EXPORT_RECORD
 SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
-MOST_ANCESTORS = 16  # runs that were started from one another's checkpoints
+MOST_ANCESTORS = 16  # length of a chain of runs that each started from a checkpoint of the one before
 
 
 @contextlib.contextmanager
 def new_folder(directory: Path, record: Mapping[str, Any], *, force: bool) -> Iterator[Path]:
-    """A temporary directory to fill; on success it becomes `directory`, with `record` and the checksums of its files.
+    """Yield a temporary directory to fill; it becomes `directory`, with `record` and the checksums of its files.
 
-    An existing directory is an error, unless `force` is given and it is an earlier export.
+    An existing directory is an error, unless it is an earlier export and `force` is given.
     """
     _check_free(directory, force)
     temporary = atomic.temporary_name(directory)
@@ -68,7 +68,7 @@ def new_folder(directory: Path, record: Mapping[str, Any], *, force: bool) -> It
             return atomic.commit_directory(temporary, directory)
         _check_free(directory, force)
         before = atomic.temporary_name(directory)
-        directory.rename(before)  # not removed first: at any moment one of the two is whole
+        directory.rename(before)  # not removed yet: at any moment one of the two is complete
         atomic.commit_directory(temporary, directory)
         shutil.rmtree(before)
     except BaseException:
@@ -110,7 +110,7 @@ class BasePolicy:
 
 
 def base_of(model: str, task: str, depth: int = 0) -> BasePolicy:
-    """The base of `model.path` and `task.name`. A model trained by stalewise is followed to its own base."""
+    """The base model of `model.path` and `task.name`. A model trained by stalewise is traced to its own base."""
     path = task if model == "auto" else model
     if path in embedded_policies():
         return BasePolicy(f"the small policy `{path}` that comes with stalewise", license="apache-2.0")
@@ -138,9 +138,9 @@ def _descendant(run: str, version: int, base: BasePolicy) -> BasePolicy:
 
 
 def shareable(config: RunConfig) -> dict[str, Any]:
-    """The config as nested tables without nulls, addresses of servers and stores, and paths of this machine.
+    """The config as nested tables, without nulls, addresses of servers and stores, and paths of this machine.
 
-    A planned learning rate is written as given: a rerun elsewhere has no calibration.
+    A planned learning rate is marked as given, since another machine has no calibration.
     """
     record = config.model_dump(mode="json")
     record |= {"runs": "runs", "trackers": [], "storage": {}}
@@ -212,7 +212,7 @@ def model_card(run: Run, config: RunConfig, version: int, base: BasePolicy, *, a
         sentence=sentence,
         evaluations=seen.evaluations,
         pass_at=_largest_k(seen.evaluations),
-        # An objective of a program is known to that program alone; the config has what was set.
+        # Only the program knows the defaults of its own objective; the config has the parameters that were set.
         parameters=config.objective.params
         if "@" in config.objective.name
         else get_objective(config.objective.name).settings(config.objective.params),
@@ -241,7 +241,7 @@ def dataset_card(run: Run, config: RunConfig, base: BasePolicy, *, config_name: 
         size_categories=size_category(rows),
         tags=["stalewise", "rollouts", "reinforcement-learning"],
         configs=[{"config_name": "default", "data_files": files}],
-        # Of a run with episodes some shards have the column `segments` and others do not: `datasets` must be told.
+        # In a run with episodes only some shards have the column `segments`: `datasets` needs the full schema.
         dataset_info={"features": hub_features(EPISODE_SCHEMA)} if has_episodes else None,
     )
     body = _template("dataset_card.md").render(
@@ -293,7 +293,7 @@ def _common(run: Run, config: RunConfig, base: BasePolicy, config_name: str) -> 
 
 
 def _without_places(run: Run) -> Run:
-    """The run with the names of the runs it was forked from, instead of their paths on this machine."""
+    """The run with the names of its ancestors in place of their paths on this machine."""
 
     def named(record: Mapping[str, Any]) -> dict[str, Any]:
         shared = {
@@ -312,7 +312,7 @@ class _Code(str):
 
 
 def _plain(value: Any) -> Any:
-    """Text from a config or a run, as a card may show it: no tag, no control character, no end of a code block."""
+    """Make text of a config or run safe for a card: no tag, no control character, no end of a code block."""
     if isinstance(value, _Code):
         return visible(value).replace("`", "'")
     return visible(value).replace("&", "&amp;").replace("<", "&lt;") if isinstance(value, str) else value
@@ -334,7 +334,7 @@ def _template(name: str) -> Any:
 
 
 def adapted_matrices(run: Path, version: int) -> list[str]:
-    """What a version's adapter was put on, by the names in PEFT's config; none without an adapter."""
+    """The matrices that a version's adapter adapts, by their names in PEFT's config; empty without an adapter."""
     path = checkpoint_directory(run, version) / "adapter" / "adapter_config.json"
     record = read_json(path) if path.is_file() else {}
     modules = record.get("target_modules") or []  # a pattern, in adapters that others made
@@ -440,7 +440,7 @@ def describe_drift(run: Run, *, is_planned: bool) -> str:
 
 
 def limitations(run: Run, seen: Run, version: int, base: BasePolicy, *, seed: int, adapter: bool) -> list[str]:
-    """What the numbers of the card do not say."""
+    """Limitations of the results in the card."""
     newest = max([version, *versions(run.directory)])
     is_evaluated = version in {record["version"] for record in run.evaluations}
     done = f"{run.updates} of {run.planned_updates} updates"

@@ -49,7 +49,7 @@ def export_policy(
     """
     run, directory = Path(run), Path(directory).expanduser()
     config = read_config(run)
-    check_run(run)  # no figure of the card is of a damaged record
+    check_run(run)  # the card must not show numbers of damaged records
     version = _version(run, version)
     checkpoint = checkpoint_directory(run, version)
     if adapter and not config.model.trains_adapters:
@@ -155,7 +155,7 @@ def push(
     """
     check_name(repo_id)
     if rollouts and (adapter or version is not None):
-        raise ConfigError("rollouts are pushed all together: leave out --version and --adapter")
+        raise ConfigError("--rollouts pushes the rollouts of all versions: omit --version and --adapter")
 
     def write(directory: Path, *, force: bool = False, link: bool = False) -> Path:
         if rollouts:

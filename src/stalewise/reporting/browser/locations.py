@@ -55,7 +55,7 @@ def find_batches(run: Path) -> list[BatchLocation]:
 
 
 def _rolled_back(run: Path, kept: list[BatchLocation]) -> Iterator[BatchLocation]:
-    """Batches that were rolled back; where only updates were, the kept batches of those updates."""
+    """Batches that were rolled back; if only updates were rolled back, the kept batches of these updates."""
     for rollback in sorted((run / "rollbacks").glob("r[0-9]*")):
         ledger, tokens, name = rollback / "updates.jsonl", rollback / "tokens", rollback.name
         removed = {parse_batch_name(path).generation_batch: path for path in batch_directories(rollback / "rollouts")}
@@ -71,7 +71,7 @@ def _rolled_back(run: Path, kept: list[BatchLocation]) -> Iterator[BatchLocation
 
 
 def check_shard(batch: BatchLocation, shard: ShardManifest) -> None:
-    """Raise a StoreError if a shard differs from its manifest. Each state of a file is hashed once."""
+    """Raise a StoreError if a shard differs from its manifest. A file is hashed again only if it has changed."""
     path = shard_path(batch.directory, shard.index)
     try:
         is_whole = path.stat().st_size == shard.bytes and cached_sha256(path) == shard.sha256
@@ -83,7 +83,7 @@ def check_shard(batch: BatchLocation, shard: ShardManifest) -> None:
 
 @contextlib.contextmanager
 def _open(batch: BatchLocation, shard: ShardManifest) -> Iterator[pq.ParquetFile]:
-    """The file of a shard; what goes wrong while reading it is a StoreError."""
+    """Open the file of a shard; errors while reading it are StoreErrors."""
     path = shard_path(batch.directory, shard.index)
     try:
         if (size := path.stat().st_size) != shard.bytes:

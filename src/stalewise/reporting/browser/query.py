@@ -15,8 +15,8 @@ from stalewise.errors import ConfigError, StalewiseError, visible
 from stalewise.reporting.browser.index import PART, Column, RolloutIndex
 from stalewise.reporting.browser.locations import read_shard
 
-SEARCH_S = 20.0  # for a search in texts
-MOST_GROUPS = 500  # in one answer
+SEARCH_S = 20.0  # time limit of a text search
+MOST_GROUPS = 500  # groups in one answer
 LONGEST_NAME = 120  # characters of a prompt id in a list
 
 
