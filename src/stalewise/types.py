@@ -16,7 +16,7 @@ class FinishReason(StrEnum):
 
 
 class TokenFlag(IntFlag):
-    """What an objective did to a response token; the terms are those of docs/notation.md."""
+    """How an objective treated a response token; docs/notation.md defines the terms."""
 
     CLIPPED = 1
     VETOED = 2

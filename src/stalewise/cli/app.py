@@ -119,7 +119,7 @@ class Command(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            if type(error).__name__ == "NoSuchOption":  # of click, or of typer's copy of it
+            if type(error).__name__ == "NoSuchOption":  # click's class, or typer's copy of it
                 takes_settings = any("--set" in parameter.opts for parameter in self.params)
                 _name_what_was_meant(error, self.name or "", takes_settings=takes_settings)
             raise

@@ -17,9 +17,9 @@ Url = Annotated[str, StringConstraints(pattern=URL)]
 MOST_UPDATES = 1_000_000
 MOST_PROMPTS = 1_000_000
 MOST_RESPONSES = 65_536  # to one prompt
-MOST_TOKENS = 1 << 20  # of a response
+MOST_TOKENS = 1 << 20  # in a response
 MOST_PER_UPDATE = 1 << 24  # responses
-MOST = 2**31 - 1  # of settings where a large number means "no limit"
+MOST = 2**31 - 1  # for settings where a large number means "no limit"
 
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -565,7 +565,7 @@ class ScheduleSection(Section):
 
 
 class GuardSection(Section):
-    """What happens when a run collapses; docs/control.md explains the detection."""
+    """The reaction to a collapse of the run; docs/control.md explains the detection."""
 
     action: Literal["off", "stop", "halve", "fresh", "both"] = Field(
         default="off",

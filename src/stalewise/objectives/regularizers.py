@@ -22,9 +22,9 @@ KLEstimator = Literal["k1", "k2", "k3"]
 class Regularizers:
     """Coefficients of the terms that are added to every token's loss."""
 
-    kl: float = 0.0  # of the divergence from the reference
+    kl: float = 0.0  # coefficient of the divergence from the reference
     estimator: KLEstimator = "k3"
-    entropy: float = 0.0  # of the entropy, which is subtracted
+    entropy: float = 0.0  # coefficient of the entropy, which is subtracted
 
     def add_to(self, loss_BT: Tensor, tokens: Tokens, entropy_BT: Tensor | None) -> Tensor:
         """loss + kl · KL(ℓ, f) − entropy · H per token. The terms are reduced with the loss, so no split changes it."""

@@ -23,7 +23,7 @@ M2POVariant = Literal["paper", "released"]
 VetoScope = Literal["suffix", "post", "trigger", "sequence"]
 Anchors = Literal["separate", "mixture"]
 
-LEAST_WEIGHT = 1e-30  # of a policy in a mixture: the log of 0 has no gradient
+LEAST_WEIGHT = 1e-30  # smallest weight of a policy in a mixture: the log of 0 has no gradient
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,8 @@ class ComparisonSide:
 
     name: str
     runs: list[str]
-    accuracy: statistics.Interval  # of the last evaluated policies
-    seconds: float  # of training, mean over the runs
+    accuracy: statistics.Interval  # accuracy of the last evaluated policies
+    seconds: float  # training time, mean over the runs
     seconds_to_accuracy: float | None  # until A's final accuracy, see `_speed`; None: unknown
     work: dict[str, float] = field(default_factory=dict)  # until the evaluated policy, mean over the runs
 
@@ -51,7 +51,7 @@ class RunComparison:
     task: str
     a: ComparisonSide
     b: ComparisonSide
-    difference: statistics.Interval  # of final accuracies, B − A
+    difference: statistics.Interval  # difference of final accuracies, B − A
     probability_better: float  # share of the resamples in which B is better
     method: str
     prompts: int

@@ -150,7 +150,7 @@ class Run:
     config: dict[str, Any]  # dotted keys
     environment: dict[str, Any]
     schedule: Schedule  # as planned
-    planned_updates: int  # of the schedule, or of the rollouts given to `stalewise learn`
+    planned_updates: int  # from the schedule, or from the rollouts given to `stalewise learn`
     metrics: dict[str, Column]  # by key, one value per recorded update; NaN where a record lacks the key
     evaluations: list[dict[str, Any]]  # by version
     batches: list[BatchManifest]  # committed, in order of generation
@@ -159,7 +159,7 @@ class Run:
     stages: dict[int, dict[str, Any]]  # by generation batch, where stages end when their data is spent
     rollbacks: list[Rollback]
     spent: StageSeconds
-    generator: StageSeconds  # of the second process of a pipelined run
+    generator: StageSeconds  # time of the second process of a pipelined run
     clock: Column  # seconds of training until the end of each recorded update
     committed: int  # updates covered by the newest checkpoint, according to the journal
     notes: list[str] = field(default_factory=list)  # what was left out while reading

@@ -43,7 +43,7 @@ class RunPhase:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """What `stalewise watch` shows. None where a value is unknown."""
+    """The status that `stalewise watch` shows. None where a value is unknown."""
 
     directory: str
     name: str
@@ -61,7 +61,7 @@ class RunStatus:
     seconds: dict[str, float]
     reward: float | None  # mean of the last updates
     ess: float | None
-    accuracy: dict[str, Any] | None  # of the last evaluated version
+    accuracy: dict[str, Any] | None  # accuracy of the last evaluated version
     batch_budget: float | None
     horizon_budget: float | None
     rollbacks: int

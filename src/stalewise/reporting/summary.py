@@ -147,11 +147,11 @@ def metric_of(key: str) -> Metric:
 LOW_ESS = 0.1
 FRESH_LOG_RATIO = 0.1
 MOST = 0.5
-NEAR_LIMIT = 0.8  # of the drift limits
+NEAR_LIMIT = 0.8  # fraction of the drift limits
 HIGH_KL = 0.1  # nats per token
 LARGE_RATIO = 10.0  # where the advantage is negative
 SPIKE = 5.0  # times the median
-DIP = 0.5  # of the median
+DIP = 0.5  # fraction of the median
 MOST_NAMED = 3  # updates of a spike
 
 PRESENT_PARTICIPLE = {
@@ -476,7 +476,7 @@ def _spike_warnings(run: Run) -> Iterator[str]:
 
 
 def _name_updates(run: Run, key: str, *, above: float = math.inf, below: float = -math.inf) -> str:
-    """Where a metric is above or below a bound: the farthest value, how often that is, and the updates."""
+    """Describe the updates in which a metric passes a bound: the farthest value, how many, and which."""
     values, update = run.column(key), run.column("update")
     rows = np.flatnonzero((values > above) | (values < below))
     if not len(rows):

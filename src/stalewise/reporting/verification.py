@@ -204,7 +204,7 @@ def _is_lost(found: Verification, name: str, ledger: list[LedgerEntry]) -> bool:
         return False
     if name in ("environment.json", "limits.json"):
         return True
-    with contextlib.suppress(StalewiseError):  # of a damaged config, which is said apart
+    with contextlib.suppress(StalewiseError):  # a damaged config is reported separately
         config = read_config(run)
         wanted = {
             "difficulty.json": bool(config.task.difficulty),
@@ -447,7 +447,7 @@ def _verify_data(found: Verification, thorough: bool) -> None:
         found.count("data", path)
         if not sha256_file(path).startswith(path.parent.name):
             _add(found, path, "its SHA-256 differs", depends, again)
-    with contextlib.suppress(StalewiseError):  # of a damaged config, which is said apart
+    with contextlib.suppress(StalewiseError):  # a damaged config is reported separately
         options, own = read_config(found.directory).task.options, found.directory / "data"
         for name in ("path", "evaluation_path"):
             path = Path(str(options.get(name) or "."))

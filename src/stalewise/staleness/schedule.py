@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Where one update's rollouts come from."""
+    """The origin of one update's rollouts."""
 
     update: int
     generation_batch: int

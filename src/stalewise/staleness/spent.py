@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from stalewise.staleness.schedule import BatchSpan, ListedSchedule, Schedule
 
 WINDOW = 3  # updates; the median over them, since one token of weight can halve the ESS of a single update
-SPENT_ESS = 0.9  # of the initial ESS, at which a stage is spent by default; docs/control.md has the evidence
+SPENT_ESS = 0.9  # default bound, as a fraction of the initial ESS; docs/control.md has the evidence
 FIRST_STAGE = 8  # updates
 GROWTH = 2.0  # factor on the size of a stage that was not spent
 HEADROOM = 1.25  # factor on the updates of a spent stage, so that sizes can grow again while few rollouts are wasted

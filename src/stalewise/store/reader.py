@@ -265,7 +265,7 @@ def split_into_updates(group_column: npt.ArrayLike, per_update: int) -> list[npt
         raise ValueError(f"per_update is {per_update}: an optimizer batch has at least one group")
     groups = np.asarray(group_column, dtype=np.int64)
     order = np.argsort(groups, kind="stable")
-    firsts = np.flatnonzero(np.diff(groups[order], prepend=groups[order][:1] - 1))  # of each group
+    firsts = np.flatnonzero(np.diff(groups[order], prepend=groups[order][:1] - 1))  # index of each group's first row
     return np.split(order, firsts[per_update::per_update]) if len(order) else []
 
 

@@ -35,7 +35,7 @@ SCHEMA = pa.schema(
         pa.field("rollout_id", pa.int64(), nullable=False),
         pa.field("update", pa.int32(), nullable=False),
         pa.field("advantage", pa.float32(), nullable=False),
-        pa.field("worst_log_ratio", pa.float32(), nullable=False),  # of the token farthest from 0
+        pa.field("worst_log_ratio", pa.float32(), nullable=False),  # the token's log-ratio that is farthest from 0
         pa.field("clipped", pa.int32(), nullable=False),
         pa.field("vetoed", pa.int32(), nullable=False),
         pa.field("logp", pa.list_(pa.field("element", pa.float32(), nullable=False)), nullable=False),

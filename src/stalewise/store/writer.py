@@ -137,7 +137,7 @@ def commit_batch(
             return read_batch_manifest(directory)
         # The existing manifest lists shards that no longer exist: replace it.
         write_json_atomic(directory / BATCH_MANIFEST, manifest_record(manifest), sealed=True)
-    remove_temporaries(directory)  # of killed processes; nothing more is written here
+    remove_temporaries(directory)  # left by killed processes; nothing more is written here
     return manifest
 
 

@@ -27,7 +27,7 @@ from stalewise.tasks.base import is_importable, load
 from stalewise.tasks.verifiers.judge_process import reward_of
 from stalewise.types import Reward
 
-DIGITS = 12  # of a fingerprint
+DIGITS = 12  # length of a fingerprint
 _REGISTERED: dict[str, Any] = {}
 
 

@@ -33,7 +33,7 @@ class GymTask:
     """
 
     size = None
-    held_out = 1 / 4  # of the questions; finding held-out ones costs the inverse in generated questions
+    held_out = 1 / 4  # fraction of questions; finding one held-out question takes 1 / held_out generated ones
 
     def __init__(
         self,

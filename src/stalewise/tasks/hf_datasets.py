@@ -75,7 +75,7 @@ def rows_of(dataset: Any, *, config: str | None = None, split: str = "train") ->
     elif isinstance(dataset, Mapping):
         names = ", ".join(map(str, dataset))
         raise TaskError(f"the data set is a dict with {names}: pass one split, as in dataset[{split!r}]")
-    elif type(dataset).__name__ == "DataFrame":  # of pandas or polars, whose items are columns
+    elif type(dataset).__name__ == "DataFrame":  # pandas or polars: its items are columns
         rows = "to_dicts()" if hasattr(dataset, "to_dicts") else "to_dict('records')"
         raise TaskError(f"the data set is a DataFrame: pass its rows, as in dataset.{rows}")
     elif isinstance(dataset, Iterable):

@@ -113,7 +113,7 @@ def _ids_of(line: str, where: str) -> list[str]:
     return ids
 
 
-MOST_CHARACTERS = 2**22  # of a text: some million tokens
+MOST_CHARACTERS = 2**22  # longest text: some million tokens
 WHOLE_ROW = ("code", "function", "judge", "python")  # verifiers that get all fields of a row
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -145,7 +145,7 @@ class PromptForm:
     few_shot: str | Sequence[Mapping[str, Any]] = ()
     chat_template_kwargs: Mapping[str, Any] | None = None
     metadata: Mapping[str, str] = field(init=False)
-    chat_metadata: Mapping[str, str] = field(init=False)  # of a row whose prompt is a list of messages
+    chat_metadata: Mapping[str, str] = field(init=False)  # for rows whose prompt is a list of messages
     shown: frozenset[str] = field(init=False)  # problems of the few-shot rows
     before: str = field(init=False)  # text of the few-shot rows, without a chat
 

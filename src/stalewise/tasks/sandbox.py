@@ -37,7 +37,7 @@ _PEER = "peer.py"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a program may use. All processes of the program count together."""
+    """Limits on a program. All its processes count together."""
 
     seconds: float = 5.0  # of CPU time, so that a busy machine does not change a reward
     wall_seconds: float = 0.0  # 0: three times `seconds`
@@ -271,12 +271,12 @@ def interpreter() -> str:
 
 
 def package_folders() -> list[str]:
-    """Where the packages of this environment are."""
+    """Directories of the packages of this environment."""
     return list(dict.fromkeys(sysconfig.get_paths()[name] for name in ("purelib", "platlib")))
 
 
 def readable_paths(more: Sequence[str] = ()) -> list[str]:
-    """What a program must read to run at all: the interpreter, its library and shared libraries; and `more`."""
+    """Paths that every program must read: the interpreter, its library and shared libraries; and `more`."""
     paths = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", interpreter()]
     paths += [os.path.join(sys.base_prefix, "lib"), sysconfig.get_paths()["stdlib"], *more]
     paths += ["/nix/store"] if interpreter().startswith("/nix/store/") else []

@@ -174,7 +174,7 @@ def explicit_settings(config: RunConfig) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in defaults or defaults[key] != value}
 
 
-MOST_ROWS = 16  # of a table of stages
+MOST_ROWS = 16  # rows of a table of stages
 ENVIRONMENT = ("stalewise", "python", "torch", "transformers", "device", "threads")
 OPTIMIZER = ("learning_rate", "schedule", "warmup_updates", "weight_decay", "max_grad_norm", "step_control")
 SAMPLER = ("engine", "temperature", "top_p", "top_k", "max_new_tokens", "weights")

@@ -29,7 +29,7 @@ CARD, CONFIG = "README.md", EXPORT_CONFIG
 ADAPTER, ADAPTER_CONFIG = "adapter", "adapter_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SMALL_FILES = frozenset({".json", ".jinja", ".txt", ".model"})
-NOT_THE_POLICY = frozenset({"state.json", "manifest.json"})  # of the trainer and of the store
+NOT_THE_POLICY = frozenset({"state.json", "manifest.json"})  # files of the trainer and the store
 NOT_THE_TOKENIZER = frozenset({"config.json", "generation_config.json", INDEX})
 
 

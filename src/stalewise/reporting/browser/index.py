@@ -31,7 +31,7 @@ CACHE = "rollouts.index.arrow"
 FORMAT = "stalewise.index/3"
 _SEAL = 32  # bytes of the SHA-256 before the table
 REFRESH_S = 2.0  # a run directory is checked at most this often
-CHECKED_BYTES = 2**28  # of shards hashed while the index is built; others are hashed when they are opened
+CHECKED_BYTES = 2**28  # shards hashed while the index is built; others are hashed when they are opened
 PART = "part:"
 SHARD_COLUMNS = ["rollout_id", "prompt_id", "group", "reward", "reward_parts", "reward_error", "finish_reason"]
 SHARD_COLUMNS += ["response_length", "version_first"]
@@ -66,7 +66,7 @@ class RolloutIndex:
     problems: list[str]  # what could not be read
     generating: list[str]  # batches that are not committed
     order: Column  # rows, group by group
-    starts: Column  # of each group in `order`
+    starts: Column  # where each group begins in `order`
     _columns: dict[str, Column] = field(default_factory=dict, compare=False, repr=False)
 
     def column(self, name: str) -> Column:

@@ -63,7 +63,7 @@ class QueryResult:
         self.index = index
         self.problems: list[str] = []
         self.rows = self._matching(filters)  # bool, one per rollout
-        self.counts = self._reduce(np.add, self.rows[index.order])  # of matching rollouts, one per group
+        self.counts = self._reduce(np.add, self.rows[index.order])  # number of matching rollouts, one per group
         groups = np.flatnonzero(self.counts)
         self.groups = groups[self._sorted(groups, filters)]
 

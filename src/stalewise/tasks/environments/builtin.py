@@ -156,7 +156,7 @@ class PythonTool(_Tool):
         self._unsafe = unsafe_without_sandbox
 
     def call(self, response: str) -> str | None:
-        """What the last program prints, or the last line of its error."""
+        """The output of the last program, or the last line of its error."""
         programs = _PROGRAM.findall(response)
         if not programs:
             return None
