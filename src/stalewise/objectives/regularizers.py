@@ -63,7 +63,7 @@ def kl_of_responses(
     logp: np.ndarray, reference_logp: np.ndarray, offsets: np.ndarray, estimator: KLEstimator = "k1"
 ) -> np.ndarray:
     """Σ_t of the estimate over the tokens of each response [R]; response i has tokens `offsets[i] : offsets[i + 1]`."""
-    policy, reference = (torch.from_numpy(values.astype(np.float64)) for values in (logp, reference_logp))
+    policy, reference = (torch.as_tensor(values.astype(np.float64)) for values in (logp, reference_logp))
     estimates = kl_estimate(policy, reference, estimator).numpy()
     totals = np.concatenate([[0.0], np.cumsum(estimates)])
     return totals[offsets[1:]] - totals[offsets[:-1]]
