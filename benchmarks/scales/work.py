@@ -23,7 +23,15 @@ from stalewise.models.loading import load_model, load_tokenizer, resolve_model
 from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.sampler import Request
 from stalewise.rollout.token_sampling import rollout_seed
-from stalewise.store import Batch, RolloutColumns, batch_directory, commit_batch, deal, open_batch, write_shard
+from stalewise.store import (
+    Batch,
+    RolloutColumns,
+    batch_directory,
+    commit_batch,
+    open_batch,
+    split_into_updates,
+    write_shard,
+)
 from stalewise.store.columns import concatenate
 from stalewise.trainer.trainer import Trainer
 from stalewise.types import FinishReason, Rollout, SamplerSettings
@@ -215,7 +223,7 @@ def _warm_up(settings: Settings, root: Path) -> None:
 def ids_of_updates(settings: Settings, batch: Batch) -> list[np.ndarray]:
     ids = batch.column("rollout_id")
     groups = settings.rollouts_per_update // settings.group_size
-    return [ids[rows] for rows in deal(batch.column("group"), groups)]
+    return [ids[rows] for rows in split_into_updates(batch.column("group"), groups)]
 
 
 # ---------------------------------------------------------------- learner

@@ -1,9 +1,9 @@
-"""The ranks of one launch: what the launcher's environment says, messages between ranks, and sums merged over them.
+"""The ranks of one launch: the launcher's environment, messages between ranks, and sums merged over all ranks.
 
-The first rank leads: it runs the orchestrator as a single process would and sends orders; the others wait for them. So
-one process decides and one process writes files. Messages use their own process group without a timeout, since the
-first rank may evaluate for hours between two orders. A process that ends closes its connections, so a waiting rank
-notices at once; a busy one can let a thread wait. Imports torch only when it is used.
+The first rank leads: it runs the orchestrator as a single process would and sends orders to the others. So one process
+decides and writes files. Messages use a process group of their own without a timeout, since the first rank may evaluate
+for hours between two orders. A process that ends closes its connections, so a waiting rank notices at once; a busy rank
+can let a thread wait. Imports torch only when it is used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STOP_LIMIT_S = 5.0  # to tell the other ranks to stop; a rank that is stuck else
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """This process among those that were launched together."""
+    """The rank of this process, and how many processes were launched."""
 
     rank: int = 0
     world: int = 1
@@ -56,23 +56,23 @@ class Launch:
 
 
 def launched() -> Launch:
-    """The ranks that torchrun or `accelerate launch` set in the environment; without them, a single process."""
-    given = {name: os.environ.get(name) for name in VARIABLES}
+    """The rank that torchrun or `accelerate launch` set in the environment; without them, a single process."""
+    variables = {name: os.environ.get(name) for name in VARIABLES}
     try:
-        if int(given["WORLD_SIZE"] or 1) == 1:
+        if int(variables["WORLD_SIZE"] or 1) == 1:
             return Launch()
-        missing = [name for name in VARIABLES if given[name] is None and not name.startswith("LOCAL")]
+        missing = [name for name in VARIABLES if variables[name] is None and not name.startswith("LOCAL")]
         if missing:
             raise ConfigError(
-                f"WORLD_SIZE is {given['WORLD_SIZE']} but {missing[0]} is not set: start several processes with "
+                f"WORLD_SIZE is {variables['WORLD_SIZE']} but {missing[0]} is not set: start several processes with "
                 "torchrun or `accelerate launch`, or unset WORLD_SIZE"
             )
-        rank, world = int(given["RANK"] or 0), int(given["WORLD_SIZE"] or 1)
-        return Launch(rank, world, int(given["LOCAL_RANK"] or rank), int(given["LOCAL_WORLD_SIZE"] or world))
+        rank, world = int(variables["RANK"] or 0), int(variables["WORLD_SIZE"] or 1)
+        return Launch(rank, world, int(variables["LOCAL_RANK"] or rank), int(variables["LOCAL_WORLD_SIZE"] or world))
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
-        numbers = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        numbers = ", ".join(f"{name}={value}" for name, value in variables.items() if value is not None)
         raise ConfigError(f"the environment names no ranks ({numbers}): unset these, or start with torchrun") from None
 
 
@@ -91,7 +91,7 @@ class Message:
 
 
 class Ranks:
-    """The processes of this launch, as one of them sees them; there may be only one."""
+    """All ranks of this launch, and how this rank talks to the others; there may be only one rank."""
 
     def __init__(self, launch: Launch, control: Any = None) -> None:
         self.rank, self.world, self.local_world = launch.rank, launch.world, launch.local_world
@@ -146,13 +146,13 @@ class Ranks:
         threading.Thread(target=receive, daemon=True).start()
 
     def has_heard(self, rank: int = 0) -> bool:
-        """Whether, after `listen`, a message arrived or the rank is gone: `receive` then returns at once."""
+        """Whether a message arrived since `listen`, or the rank is gone: then `receive` returns at once."""
         return rank in self._listening and self._listening[rank].done()
 
     def stop_listening(self) -> bool:
-        """Give listening threads time to receive the end of the run before this process ends; whether they did."""
+        """Let listening threads receive the end of the run, for at most 5 s; return whether all did."""
         if any(thread.is_alive() for thread in self._stopping):
-            return False  # they have had their time
+            return False  # `stop_others` has waited for them already
         return not wait(self._listening.values(), timeout=STOP_LIMIT_S).not_done
 
     def _receive_now(self, rank: int) -> Message:
@@ -177,10 +177,10 @@ class Ranks:
             thread.join(max(until - time.monotonic(), 0.01))
 
     def _stop(self, rank: int, record: Mapping[str, Any]) -> None:
-        """Wait for the answer, too: a process that ends before its message was read may take it back."""
+        """Send `stop` and wait for `bye`: a message may be lost if its sender ends before it was read."""
         with contextlib.suppress(RuntimeError):  # the rank is gone
             self.send(rank, "stop", record)
-            while self.receive(rank).what != "bye":  # a report that was sent before
+            while self.receive(rank).what != "bye":  # skip reports that were sent before
                 pass
 
 
@@ -236,7 +236,7 @@ def _disconnect() -> None:
     import torch.distributed as dist
 
     ended = all(ranks.stop_listening() for ranks in _joined)  # a thread that wakes up later would abort the interpreter
-    if ended and all(ranks.is_whole for ranks in _joined):  # else it might wait for a rank that is gone
+    if ended and all(ranks.is_whole for ranks in _joined):  # otherwise this might wait for a rank that is gone
         dist.destroy_process_group()
 
 
@@ -255,8 +255,7 @@ def explain_lost_ranks(ranks: Ranks) -> Iterator[None]:
             raise
         ranks.is_whole = False
         raise RankError(
-            f"rank {ranks.rank} has lost touch with another rank, which ended or cannot be reached; what was committed "
-            "is kept: run the same command again to go on"
+            f"rank {ranks.rank} lost its connection to another rank; committed work is kept: run the same command again"
         ) from error
 
 

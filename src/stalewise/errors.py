@@ -1,4 +1,4 @@
-"""Errors for users. Each is also the standard class it refines, so `except ValueError` works.
+"""Errors for users. Each is also a standard exception, so `except ValueError` works.
 
 A message says what is wrong, where, and what to do. The command line prints it as one line and exits with `exit_code`.
 """

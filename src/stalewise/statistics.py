@@ -1,4 +1,4 @@
-"""Means with intervals, from resampled prompts and from runs; and random numbers by position. Imports no torch.
+"""Means with intervals, from resampled prompts and from runs; and counter-based random numbers. Imports no torch.
 
 Axes: N resamples, R runs, P prompts, S sides of a comparison.
 """
@@ -44,23 +44,23 @@ def bootstrap(value_P: npt.NDArray[np.float64], *, seed: int = 0) -> Interval:
 
 
 def are_equal(value_P: npt.NDArray[np.float64]) -> bool:
-    """Whether all prompts have one value, up to rounding. Then every resample has it, too, and tells nothing."""
+    """Whether all prompts have the same value, up to rounding. Then resampling gives no interval."""
     return bool(np.ptp(value_P) <= 1e-9 * max(1.0, float(np.abs(value_P).max())))
 
 
 def interval_of_equal(value: float, prompts: int, *, least: float = 0.0, largest: float = 1.0) -> Interval:
-    """The interval of a mean where all of P prompts have one value.
+    """The interval of a mean if all P prompts have the same value.
 
-    P draws miss a share of 1 − 0.025^(1/P) of all prompts with probability 2.5%. Those may have any value from `least`
-    to `largest`, or to the common value if that is beyond. For 0 and 1 this is the exact binomial interval.
+    With probability 2.5%, P draws miss a share 1 − 0.025^(1/P) of all prompts. The missed prompts may have any value
+    from `least` to `largest`, or to the common value if it is outside. For 0 and 1 this is the exact binomial interval.
 
     >>> none, all_right, one_prompt = interval_of_equal(0.0, 30), interval_of_equal(1.0, 30), interval_of_equal(0.5, 1)
-    >>> [(round(one.low, 2), round(one.high, 2)) for one in (none, all_right, one_prompt)]
+    >>> [(round(interval.low, 2), round(interval.high, 2)) for interval in (none, all_right, one_prompt)]
     [(0.0, 0.12), (0.88, 1.0), (0.01, 0.99)]
     """
-    seen = TAILS[0] ** (1 / prompts)
-    low, high = ((1 - seen) * end for end in (min(least, value), max(largest, value)))
-    return Interval(value, seen * value + low, seen * value + high)
+    covered = TAILS[0] ** (1 / prompts)
+    low, high = ((1 - covered) * end for end in (min(least, value), max(largest, value)))
+    return Interval(value, covered * value + low, covered * value + high)
 
 
 def percentile_interval(value: float, resampled: npt.NDArray[np.float64]) -> Interval:
@@ -84,8 +84,8 @@ def resample_prompts(scores: Sequence[npt.NDArray[np.float64]]) -> list[npt.NDAr
 def error_of_runs(value_R: npt.NDArray[np.float64], *, seed: int) -> npt.NDArray[np.float64]:
     """Samples of the error of the mean over runs: Student's t with R − 1 degrees of freedom; zeros for a single run.
 
-    A bootstrap would be too narrow: its 95% interval of three runs reaches from the least to the largest value and
-    holds the truth in three cases of four.
+    A bootstrap would be too narrow: its 95% interval of three runs reaches from the smallest to the largest value and
+    contains the true mean in only three of four cases.
     """
     runs = len(value_R)
     if runs == 1:
@@ -112,7 +112,7 @@ def splitmix64(seed: npt.NDArray[np.uint64], position: npt.NDArray[np.uint64]) -
 
 
 def uniform(seed: npt.NDArray[np.uint64], position: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Uniform numbers in [0, 1), from the upper 53 bits; the same on every machine and numpy version."""
+    """Uniform numbers in [0, 1), from the upper 53 bits; equal on every machine and for every numpy version."""
     return (splitmix64(seed, position) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

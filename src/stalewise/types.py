@@ -16,19 +16,19 @@ class FinishReason(StrEnum):
 
 
 class TokenFlag(IntFlag):
-    """What an objective did to a response token; the terms are those of docs/notation.md."""
+    """How an objective treated a response token; docs/notation.md defines the terms."""
 
     CLIPPED = 1
     VETOED = 2
     TRIGGER = 4  # its ratio is below the veto's threshold; the first one in a response triggers the veto
 
 
-MOST_PARTS = 100  # of rewards, that are told apart
+MOST_PARTS = 100  # named parts of a reward
 POLICY = "policy"
 
 
 class Segment(NamedTuple):
-    """Consecutive response tokens of one source: `policy` (they are trained on), or who wrote them from outside."""
+    """Consecutive response tokens of one source: `policy` (trained on), or the name of an outside source."""
 
     by: str
     tokens: int
@@ -38,8 +38,8 @@ class Segment(NamedTuple):
 class Prompt:
     """One question of a task.
 
-    `prompt_id` identifies the question permanently (in evaluations, ledgers and overlaps with training data); `text` is
-    what the tokenizer gets; `answer` is what the verifier compares with.
+    `prompt_id` identifies the question permanently, in evaluations, ledgers and overlaps with training data. `text`
+    goes to the tokenizer. The verifier compares responses with `answer`.
     """
 
     prompt_id: str
@@ -59,7 +59,7 @@ class Reward:
     value: float
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     error: str = ""
-    # The traceback of a verifier that raised, and the answer that the response gives, for a vote. Neither is stored.
+    # The traceback of a verifier that raised, and the response's answer for majority votes. Neither is stored.
     traceback: str = field(default="", compare=False, repr=False)
     answer: str | None = field(default=None, compare=False, repr=False)
 
@@ -73,8 +73,8 @@ class SamplerSettings:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
-    weights: str = "exact"  # or what the matrices of the linear layers were rounded to: fp8, int8
-    policy: str = ""  # the other policy that sampled; empty: the run's own, of the rollout's version
+    weights: str = "exact"  # or the format that the linear layers were quantized to: fp8, int8
+    policy: str = ""  # the second policy, if it sampled; empty: the run's own, in the rollout's version
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,9 @@ class Rollout:
     sampler's precision, temperature and truncation. `version_first` and `version_last` are the policy versions (numbers
     of optimizer updates) that made the first and the last token; the age is computed at use, never stored.
 
-    Of an episode, `response_ids` are all tokens after the prompt. `segments` says which are the policy's; the others
-    (what tools and environments said) are not trained on, and their `behaviour_logp` is 0. No segments: one turn, all
-    tokens are the policy's.
+    In an episode, `response_ids` are all tokens after the prompt. `segments` says which are the policy's. The others,
+    from tools and environments, are not trained on, and their `behaviour_logp` is 0. Without segments there is one turn
+    and all tokens are the policy's.
     """
 
     rollout_id: int  # index of the prompt in the task's order × group size + index in the group
@@ -111,7 +111,7 @@ class Rollout:
     def sources(self) -> tuple[str, ...]:
         """Who wrote each response token."""
         segments = self.segments or (Segment(POLICY, len(self.response_ids)),)
-        return tuple(one.by for one in segments for _ in range(one.tokens))
+        return tuple(segment.by for segment in segments for _ in range(segment.tokens))
 
     @property
     def mask(self) -> tuple[bool, ...]:

@@ -104,7 +104,7 @@ def test_the_served_report_follows_the_run_and_stays_where_it_was_read(
     frame = page.frame(url="**/report")
     assert frame is not None
     check_points(frame, 5, [0.4])
-    expect(page.locator("#standing")).to_contain_text(f"update 5 of {UPDATES}")
+    expect(page.locator("#status")).to_contain_text(f"update 5 of {UPDATES}")
     frame.locator("#theme").select_option("dark")
     expect(page.locator("html")).to_have_attribute("data-theme", "dark")
     before = page.locator("body").evaluate(GROUND)
@@ -120,8 +120,8 @@ def test_the_served_report_follows_the_run_and_stays_where_it_was_read(
     assert abs(frame.evaluate("scrollY") - 700) < 5
     assert frame.evaluate(OPEN) == is_open
     assert frame.evaluate("document.activeElement.localName") == "summary"
-    expect(page.locator("#standing")).to_contain_text(f"update 6 of {UPDATES}")
+    expect(page.locator("#status")).to_contain_text(f"update 6 of {UPDATES}")
     page.get_by_role("link", name="Rollouts").click()
     expect(page.locator("#count")).to_have_text("0 rollouts in 0 groups")
-    expect(page.locator("#standing")).to_contain_text(f"update 6 of {UPDATES}")
+    expect(page.locator("#status")).to_contain_text(f"update 6 of {UPDATES}")
     assert page.locator("body").evaluate(GROUND) == before

@@ -138,7 +138,7 @@ def test_the_gold_answer_and_the_prompt_at_other_versions_are_shown(tmp_path: Pa
     expect(others.nth(1)).to_have_attribute("aria-pressed", "true")
     page.locator("#list").focus()
     page.keyboard.press("ArrowDown")
-    expect(page.locator("#gold")).to_have_text("Gold answerunknown: the data of the task were changed since")
+    expect(page.locator("#gold")).to_have_text("Gold answerunknown: the task's data has changed since")
     expect(others).to_have_count(0)
 
 
@@ -345,11 +345,11 @@ def test_a_batch_in_the_making_is_no_damage_and_is_shown_when_it_is_there(
     manifest = batch_directories(run / "rollouts")[1] / "manifest.json"
     away = manifest.rename(tmp_path / "manifest.json")
     open_rollouts(page, serve(run))
-    expect(page.locator("#making")).to_contain_text("Being generated, listed when complete: g000001")
+    expect(page.locator("#generating")).to_contain_text("Being generated, listed when complete: g000001")
     expect(page.locator("#problems")).to_be_hidden()
     expect(page.locator("#count")).to_have_text("320 rollouts in 80 groups")
-    expect(page.locator("#standing")).to_contain_text("update 6 of 8")
+    expect(page.locator("#status")).to_contain_text("update 6 of 8")
     away.rename(manifest)
     page.get_by_role("button", name="refresh").click()
     expect(page.locator("#count")).to_have_text("480 rollouts in 120 groups")
-    expect(page.locator("#making")).to_be_hidden()
+    expect(page.locator("#generating")).to_be_hidden()

@@ -84,7 +84,7 @@ def test_two_ranks_make_the_batch_of_one_though_one_of_them_is_killed(
     codes = finish(processes, timeout=30)
     assert (codes[victim], codes[1 - victim]) == (-signal.SIGKILL, 5)
     said = printed(tmp_path, 2)[1 - victim]
-    assert said.count("lost touch with another rank") == said.count("error") == 1 and "Traceback" not in said
+    assert said.count("lost its connection to another rank") == said.count("error") == 1 and "Traceback" not in said
     kept = manifests(run)
     assert 1 <= len(kept) <= SHARDS - 3  # what is left is enough for both
 

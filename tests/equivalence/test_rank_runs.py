@@ -166,7 +166,7 @@ def test_a_rank_that_is_killed_ends_all_and_the_run_goes_on_to_the_same_weights(
         undisturbed = tmp_path / "whole"
     config = config_in(tmp_path, "two", **trainer)
     said = killed_while_learning(tmp_path, config, tmp_path / "two", victim)
-    assert "lost touch with another rank" in said[1 - victim] and "Traceback" not in said[1 - victim]
+    assert "lost its connection to another rank" in said[1 - victim] and "Traceback" not in said[1 - victim]
     assert finish(launch(2, tmp_path, "train", config)) == [0, 0]
     assert files_of(tmp_path / "two") == files_of(undisturbed)
 

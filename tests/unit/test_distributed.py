@@ -58,7 +58,7 @@ def test_one_process_merges_nothing_and_has_no_others() -> None:
 
 def test_the_error_of_a_collective_is_a_lost_rank() -> None:
     two = distributed.Ranks(Launch(rank=1, world=2))
-    with pytest.raises(RankError, match="rank 1 has lost touch with another rank"), explain_lost_ranks(two):
+    with pytest.raises(RankError, match="rank 1 lost its connection to another rank"), explain_lost_ranks(two):
         raise RuntimeError("[gloo] Connection closed by peer")
     assert not two.is_whole
     with pytest.raises(RuntimeError, match="shapes"), explain_lost_ranks(two):

@@ -29,32 +29,30 @@ from stalewise.errors import StalewiseError, StoppedByFirst, StoreError, visible
 if TYPE_CHECKING:
     from stalewise.config import RunConfig
 
-SIMILAR = 0.65  # of the names of options, from 0 to 1
+SIMILAR = 0.65  # similarity, from 0 to 1, above which an option is suggested for an unknown one
 INTERRUPTED = 130  # exit status of a process ended by Ctrl-C
 RESUMABLE = ("demo", "train", "generate", "learn", "probe", "sweep")
 OUT_OF_MEMORY = (
     "the device ran out of memory; committed work is kept: lower learner.tokens_per_micro_batch or "
     "sampler.rollouts_per_shard, choose a smaller model, or stop other processes on the device"
 )
-
-
-# Errors of any file, wherever it is read or written.
+# Errors that any file may have, which are printed without a traceback.
 EXPLAINED = (errno.ENAMETOOLONG, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def _memory_problem(error: RuntimeError | MemoryError) -> str | None:
-    """What could not be allocated, on a GPU or a CPU; None where something else went wrong."""
-    # torch's own error is of GPUs alone; it is known by its name, since importing torch for this would be slow.
+    """The failed allocation, on a GPU or a CPU; None for any other error."""
+    # torch raises its own error for GPUs only. It is recognised by name, since importing torch would be slow.
     if type(error).__name__ == "OutOfMemoryError":
         return str(error).partition(". ")[0]
     for pattern in (r"\w+: can't allocate memory[^.]*", r".*Cannot allocate memory"):
-        if found := re.search(pattern, str(error)):
-            return found[0]
+        if match := re.search(pattern, str(error)):
+            return match[0]
     return (str(error) or "of the machine") if isinstance(error, MemoryError) else None
 
 
 def _print_error(message: str) -> None:
-    """One line, whose control characters do not reach the terminal."""
+    """Print an error as one line without control characters."""
     typer.echo(f"error: {visible(' '.join(message.split()))}", err=True)
 
 
@@ -74,7 +72,7 @@ def _noting_interrupts(group: Group) -> Iterator[None]:
     def ignored(what: Any) -> None:
         if not issubclass(what.exc_type, KeyboardInterrupt):
             ignoring(what)
-        else:  # raised in a destructor, where Python drops it: send it again a moment later
+        else:  # Python drops an exception in a destructor: send the signal again a moment later
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
 
     signal.signal(signal.SIGINT, before if before is signal.SIG_IGN else interrupt)
@@ -86,19 +84,19 @@ def _noting_interrupts(group: Group) -> Iterator[None]:
         sys.unraisablehook = ignoring
 
 
-# What stands after an option instead of the name of a Python type; a flag takes no value.
+# Placeholders for the values of options, by Python type; a flag takes no value.
 PLACEHOLDERS = {"bool": "", "str": "TEXT", "path": "PATH", "file": "PATH", "int": "INTEGER", "float": "NUMBER"}
 
 
 def placeholder(shown: str) -> str:
-    """What typer shows of a type, such as `<list[Path]>`, as a word in capitals; choices stay."""
+    """A word in capitals for typer's name of a type, such as `<list[Path]>`; choices stay as they are."""
     name = shown.strip("<>").removeprefix("list[").removesuffix("]").removesuffix(" range")
     return name if "|" in name else PLACEHOLDERS.get(name.lower(), name.upper())
 
 
 def _with_placeholders(parameters: list[Any], ctx: Any) -> list[Any]:
     for parameter in parameters:
-        if not hasattr(parameter, "display_type"):  # earlier than typer 0.29, where no types of Python are shown
+        if not hasattr(parameter, "display_type"):  # before typer 0.29, which shows no Python types
             continue
         shown = placeholder(parameter.display_type(ctx))
         if parameter.param_type_name == "argument":  # its name says what it is
@@ -110,24 +108,24 @@ def _with_placeholders(parameters: list[Any], ctx: Any) -> list[Any]:
 
 
 class Command(TyperCommand):
-    """Its help names what an option takes: choices, PATH, INTEGER; not `<bool>` or `<list[Path]>`."""
+    """A command whose help shows choices, PATH or INTEGER for values of options; not `<bool>` or `<list[Path]>`."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Parameters with a placeholder for their values."""
         return _with_placeholders(super().get_params(ctx), ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Of an unknown option say which one was meant, and how settings are given where the command takes them."""
+        """Suggest an option for an unknown one, and `--set` for settings if the command takes it."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            if type(error).__name__ == "NoSuchOption":  # of click, or of typer's copy of it
+            if type(error).__name__ == "NoSuchOption":  # click's class, or typer's copy of it
                 takes_settings = any("--set" in parameter.opts for parameter in self.params)
                 _name_what_was_meant(error, self.name or "", takes_settings=takes_settings)
             raise
 
 
-# What chooses a version in a command that has no --version.
+# How to choose a version in commands without --version.
 VERSIONS_OF = {
     "eval": "A version is named by its checkpoint in place of the run: stalewise eval RUN/checkpoints/v000064",
     "flips": "Versions are chosen with --before and --after",
@@ -153,12 +151,12 @@ def _name_what_was_meant(error: Any, command: str, *, takes_settings: bool) -> N
 
 
 def _is_similar(option: str, wanted: str) -> bool:
-    """Whether an option may be meant: the dashes, which all have, are not counted."""
+    """Whether an option may be meant; dashes are not compared."""
     name, typed = option.lstrip("-"), wanted.lstrip("-")
     return name != "help" and (name.startswith(typed) or SequenceMatcher(None, typed, name).ratio() >= SIMILAR)
 
 
-# Commands in the order of `stalewise --help`, by what one wants to do.
+# Commands in the order of `stalewise --help`, by purpose.
 PANELS = {
     "Train": ("demo", "init", "doctor", "train"),
     "Look at a run": ("watch", "report", "serve", "inspect", "flips", "compare", "eval", "verify"),
@@ -182,7 +180,7 @@ class Group(TyperGroup):
         return [*shown, *(name for name in super().list_commands(ctx) if name not in shown)]
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """As of a command."""
+        """Parameters with a placeholder for their values, as for a command."""
         return _with_placeholders(super().get_params(ctx), ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -200,7 +198,7 @@ class Group(TyperGroup):
         try:
             try:
                 return super().invoke(ctx)
-            except Exception as error:  # a library that was being imported may turn Ctrl-C into an error of its own
+            except Exception as error:  # a library may turn Ctrl-C during its import into another error
                 if self.was_interrupted and not isinstance(error, StalewiseError | typer.Exit):
                     raise KeyboardInterrupt from error
                 raise
@@ -231,7 +229,7 @@ class Group(TyperGroup):
 
 
 class App(typer.Typer):
-    """Typer with our commands."""
+    """A typer app whose commands are of the class `Command`."""
 
     def command(self, name: str | None = None, **options: Any) -> Any:
         """Register a command."""
@@ -239,9 +237,9 @@ class App(typer.Typer):
 
 
 def complete_setting(incomplete: str) -> list[str]:
-    """The settings that begin so, for the shell's completion of `--set`; of a single one also its values.
+    """Shell completion of `--set`: settings with this prefix; for a single setting also its values.
 
-    A shell that is offered `name=` alone would put a space after it.
+    If `name=` were the only completion, the shell would add a space after it.
     """
     from stalewise.config import setting_names, setting_values
     from stalewise.config.sections import OBJECTIVE_NAMES
@@ -256,20 +254,20 @@ def complete_setting(incomplete: str) -> list[str]:
     return [text for text in offered if text.startswith(incomplete)]
 
 
-# For helps, which must not wait for the import of the tasks.
+# Help texts use these lists, since importing the tasks would be slow.
 VERIFIER_NAMES = "code, exact, judge, math, number, python"
 TASK_NAMES = "arithmetic, arithmetic-chat, arithmetic-steps, gym, hf, jsonl, mixture, verifiers"
 
 
 def complete_task(incomplete: str) -> list[str]:
-    """The tasks that begin so, for the shell's completion of `--task`."""
+    """Shell completion of `--task`: tasks with this prefix."""
     from stalewise.tasks import TASKS
 
     return [name for name in TASKS if name.startswith(incomplete)]
 
 
 def complete_verifier(incomplete: str) -> list[str]:
-    """The verifiers that begin so, for the shell's completion of `--verifier`."""
+    """Shell completion of `--verifier`: verifiers with this prefix."""
     return [name for name in VERIFIER_NAMES.split(", ") if name.startswith(incomplete)]
 
 
@@ -303,7 +301,7 @@ def overrides(settings: Sequence[str] | None) -> dict[str, Any]:
 
 
 def read_config_file(path: Path, settings: Sequence[str] | None) -> RunConfig:
-    """Read a config, or that of a run directory, with the values of `--set`."""
+    """Read a config file or the config of a run directory, with the values of `--set`."""
     from stalewise.config import load_config
     from stalewise.config.run_directory import not_a_run, read_config_at, runs_in
 
@@ -324,7 +322,7 @@ def load_packages() -> None:
 
 
 def print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:
-    """Print one line of JSON; a number that is unknown or infinite is null."""
+    """Print one line of JSON; unknown and infinite numbers become null."""
     typer.echo(json.dumps(without_nan(record), allow_nan=False))
 
 

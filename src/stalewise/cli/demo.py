@@ -37,7 +37,8 @@ def demo_config(name: str, runs: Path, *, prompts: int = PROMPTS, updates: int =
         "name": name,
         "runs": str(runs),
         "task": {"name": "arithmetic"},
-        "model": {"threads": 1},  # a second one gains little for so small a model, and loses much on a busy machine
+        # A second thread gains little for so small a model, and loses much on a busy machine.
+        "model": {"threads": 1},
         "schedule": {**RUNS[name], "updates": updates},
         "objective": {"name": name},
         "batch": {"prompts": prompts, "group_size": 8},
@@ -72,7 +73,7 @@ def summary_of(result: RunResult) -> dict[str, Any]:
     """Accuracy and time of one run. `seconds` excludes evaluation, which is the same in each."""
     seconds = result.seconds
     interval = result.evaluations[-1]["accuracy"]
-    # Of the last update taken: skipped ones, whose groups have no variance, measure nothing.
+    # Skipped updates, whose groups have no variance, have no ESS.
     ess = [record["ess"] for record in read_records(result.directory / "metrics.jsonl", METRIC) if record["taken"]]
     return {
         "accuracy": result.accuracy,
@@ -92,7 +93,7 @@ def summary_table(figures: dict[str, Any]) -> Table:
     table = make_table(("run", "accuracy [95%]", "total", *TIMED, "ESS"), left=("run",), title=title)
     for name, run_figures in figures["runs"].items():
         accuracy = "{accuracy:.3f} [{accuracy_low:.3f}, {accuracy_high:.3f}]".format(**run_figures)
-        seconds = (f"{run_figures[key]:.1f}" for key in ("seconds", *(f"{one}_seconds" for one in TIMED)))
+        seconds = (f"{run_figures[key]:.1f}" for key in ("seconds", *(f"{activity}_seconds" for activity in TIMED)))
         table.add_row(name, accuracy, *seconds, f"{run_figures['final_ess']:.3f}")
     return table
 

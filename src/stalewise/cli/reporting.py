@@ -17,8 +17,8 @@ from stalewise.cli.app import AsJson, RunDirectory, app, print_json
 from stalewise.errors import ConfigError, StoreError
 
 Version = Annotated[int | None, typer.Option(min=0, help="Version of the policy; default: the newest.")]
-Adapter = Annotated[bool, typer.Option("--adapter", help="The LoRA adapter alone instead of the merged policy.")]
-Rollouts = Annotated[bool, typer.Option("--rollouts", help="The rollouts as a dataset instead of a policy.")]
+Adapter = Annotated[bool, typer.Option("--adapter", help="Export the LoRA adapter instead of the merged policy.")]
+Rollouts = Annotated[bool, typer.Option("--rollouts", help="Export the rollouts as a dataset instead of a policy.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an earlier export.")]
 
 
@@ -33,9 +33,9 @@ def report(
     from stalewise.reporting.read import read_runs
     from stalewise.reporting.render import report_record, write_page
 
-    found = read_runs(runs)
-    path = write_page(found, output)
-    print_json(report_record(path, found)) if as_json else typer.echo(str(path))
+    records = read_runs(runs)
+    path = write_page(records, output)
+    print_json(report_record(path, records)) if as_json else typer.echo(str(path))
 
 
 @app.command()
@@ -84,11 +84,11 @@ def flips(
 @app.command()
 def difficulty(
     runs: Annotated[list[Path] | None, typer.Argument(help="Run directories whose rollouts are counted.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Table to write; one that exists is added to.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Table to write; an existing table is added to.")] = None,
     stage: Annotated[Literal["all", "first", "last"], typer.Option(help="Which generation batches count.")] = "all",
-    passing: Annotated[float, typer.Option(help="Least reward that passes.")] = 1.0,
-    low: Annotated[float, typer.Option(min=0, max=1, help="Least pass rate of the range that is counted.")] = 0.1,
-    high: Annotated[float, typer.Option(min=0, max=1, help="Largest pass rate of that range.")] = 0.9,
+    passing: Annotated[float, typer.Option(help="Smallest reward that passes.")] = 1.0,
+    low: Annotated[float, typer.Option(min=0, max=1, help="Lower end of the range of pass rates to count.")] = 0.1,
+    high: Annotated[float, typer.Option(min=0, max=1, help="Upper end of the range of pass rates to count.")] = 0.9,
     as_json: AsJson = False,
 ) -> None:
     """Count how often each prompt passed, in a table that `task.difficulty` reads to choose prompts."""
@@ -104,7 +104,7 @@ def difficulty(
     added = 0
     for run in runs or ():
         for batch, name, counts in pass_counts(run, stage=stage, passing=passing):
-            added += table.add(batch, name, {prompt: PassCounts(*one) for prompt, one in counts.items()})
+            added += table.add(batch, name, {prompt: PassCounts(*count) for prompt, count in counts.items()})
     if output is not None and added:
         write_json_atomic(output, table.record(), sealed=True)
     record = {"added": added, **table.summary(low, high), "low": low, "high": high}

@@ -16,8 +16,8 @@ from rich.text import Text
 from stalewise.cli.app import print_json
 from stalewise.config import RunConfig
 from stalewise.config.run_directory import RunResult
+from stalewise.errors import visible
 from stalewise.reporting.compare import RunComparison
-from stalewise.reporting.inspection import visible
 from stalewise.reporting.status import RunPhase, RunStatus
 from stalewise.reporting.summary import (
     count_noun,
@@ -54,13 +54,13 @@ def stdout_console() -> Console:
 def print_lines(*lines: str | Table | Text) -> None:
     """Print lines and tables. Plain strings have no markup, and long ones are not wrapped."""
     console = stdout_console()
-    for given in lines:
-        line = "\n".join(map(visible, given.split("\n"))) if isinstance(given, str) else given
-        console.print(line, markup=False, soft_wrap=not isinstance(line, Table))
+    for line in lines:
+        shown = "\n".join(map(visible, line.split("\n"))) if isinstance(line, str) else line
+        console.print(shown, markup=False, soft_wrap=not isinstance(shown, Table))
 
 
 class PlainTable(Table):
-    """A table whose cells are text: neither markup nor control characters in names have an effect."""
+    """A table whose cells are plain text: markup and control characters in names have no effect."""
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
         """Add a row."""
@@ -76,10 +76,14 @@ def make_table(columns: Iterable[str], *, left: Sequence[str] = (), title: str |
 
 
 def print_verification(found: Verification) -> None:
-    """Print what is damaged, what depends on it and what can be made again; then what was compared."""
+    """Print the damaged files, what depends on each and how to restore it; then the files that were compared."""
     lines: list[str] = []
-    for one in found.damaged:
-        lines += [f"damaged: {one.file}: {one.problem}", f"  depends on it: {one.depends}", f"  again: {one.again}"]
+    for damage in found.damaged:
+        lines += [
+            f"damaged: {damage.file}: {damage.problem}",
+            f"  depends on it: {damage.depends}",
+            f"  again: {damage.again}",
+        ]
     lines += [f"not covered: {text}" for text in found.not_covered]
     compared = ", ".join(f"{count} {kind}" for kind, count in found.files.items())
     size = f"{found.bytes / MIB:,.1f} MiB in {found.seconds:.1f} s"
@@ -99,9 +103,12 @@ def _seconds(seconds: Mapping[str, float]) -> str:
 
 def _accuracies(evaluations: Iterable[Mapping[str, Any]]) -> list[str]:
     return [
-        f"version {one['version']}: accuracy {format_interval(one['accuracy'])}"
-        + "".join(f"; {visible(task)} {format_interval(of['accuracy'])}" for task, of in one.get("by_task", {}).items())
-        for one in evaluations
+        f"version {record['version']}: accuracy {format_interval(record['accuracy'])}"
+        + "".join(
+            f"; {visible(task)} {format_interval(scores['accuracy'])}"
+            for task, scores in record.get("by_task", {}).items()
+        )
+        for record in evaluations
     ]
 
 
@@ -131,9 +138,9 @@ def print_evaluation(result: Any) -> None:
         f"{result.seconds:.1f} s",
     )
     if result.majority is None and result.samples > 1:
-        print_lines('majority@k is unavailable: the reward names no answers (a dict with "answer" would)')
-    for label, one in result.by_task.items():
-        print_lines(visible(f"{label}: accuracy {format_interval(one['accuracy'])} on {one['prompts']} prompts"))
+        print_lines("majority@k is unavailable: the reward function returns no 'answer'")
+    for label, scores in result.by_task.items():
+        print_lines(visible(f"{label}: accuracy {format_interval(scores['accuracy'])} on {scores['prompts']} prompts"))
     if result.excluded:
         print_lines(f"{result.excluded} prompts left out: they were used in training, or their ids are excluded")
     for kind, count in result.verifier_error_kinds.items():
@@ -142,7 +149,7 @@ def print_evaluation(result: Any) -> None:
     if result.unmatched:
         names = ", ".join(map(visible, result.unmatched_prompts))
         print_lines(
-            f"{result.unmatched} gold answer(s) are not accepted as an answer, since only a part is read: {names}"
+            f"{result.unmatched} gold answers are scored as wrong, since the verifier parses only part of them: {names}"
         )
     print_lines(*_unparsed(result.unparsed, result.unparsed_examples))
 
@@ -151,21 +158,21 @@ def suite_table(records: Sequence[Mapping[str, Any]]) -> Table:
     """Evaluations on several suites, one row each."""
     columns = ("suite", "version", "prompts", "k", "avg@k", "pass@k", "majority@k", "truncated", "left out")
     table = make_table(columns, left=("suite",))
-    for one in records:
-        passed, majority = list(one["pass_at"].values())[-1], one.get("majority")
+    for record in records:
+        passed, majority = list(record["pass_at"].values())[-1], record.get("majority")
         table.add_row(
-            Text(visible(one["suite"])),
-            *(str(one[key]) for key in ("version", "prompts", "samples")),
-            *(format_interval(interval) for interval in (one["accuracy"], passed)),
+            Text(visible(record["suite"])),
+            *(str(record[key]) for key in ("version", "prompts", "samples")),
+            *(format_interval(interval) for interval in (record["accuracy"], passed)),
             format_interval(majority) if majority else "–",
-            f"{one['truncated_fraction']:.1%}",
-            str(one.get("excluded", 0)),
+            f"{record['truncated_fraction']:.1%}",
+            str(record.get("excluded", 0)),
         )
     return table
 
 
 def print_flips(record: Mapping[str, Any]) -> None:
-    """Which prompts were solved by one version and not by the other."""
+    """Print the prompts that only one of two versions solves."""
     before, after = record["before"], record["after"]
     counts = f"{len(record['gained'])} gained, {len(record['lost'])} lost, {record['same']} as before"
     name = f"{visible(record['suite'])}: " if record["suite"] else ""
@@ -175,20 +182,20 @@ def print_flips(record: Mapping[str, Any]) -> None:
     for which in ("gained", "lost"):
         if record[which]:
             table = make_table((which, f"score of {before}", f"score of {after}", "prompt"), left=(which, "prompt"))
-            for one in record[which]:
-                text = one["text"] if one["text"] is not None else "unknown"
-                scores = (f"{one[key]:.2f}" for key in ("score_before", "score_after"))
-                table.add_row(Text(visible(one["prompt_id"])), *scores, Text(visible(text)[:100]))
+            for flip in record[which]:
+                text = flip["text"] if flip["text"] is not None else "unknown"
+                scores = (f"{flip[key]:.2f}" for key in ("score_before", "score_after"))
+                table.add_row(Text(visible(flip["prompt_id"])), *scores, Text(visible(text)[:100]))
             print_lines(table)
 
 
 def _unparsed(count: int, examples: Sequence[Mapping[str, str]]) -> list[str]:
     head = [f"no answer found in {count} responses, which count as wrong; for example:"] if count else []
-    return head + [f"  {visible(one['prompt_id'])}: {visible(one['response'])}" for one in examples[:3]]
+    return head + [f"  {visible(example['prompt_id'])}: {visible(example['response'])}" for example in examples[:3]]
 
 
 def print_checks(config: RunConfig, problem: str, as_json: bool) -> bool:
-    """Print checks as they are done, or all as JSON; returns whether none failed."""
+    """Print each check when it is done, or all as JSON; return whether none failed."""
     from stalewise.orchestrator.preflight import Check, examine, installation
 
     done: list[Check] = []
@@ -221,7 +228,7 @@ def print_run(record: dict[str, Any]) -> None:
         f"checkpoints: {', '.join(map(str, record['checkpoints'])) or 'none'}",
         _batches(record["batches"]),
         *_unparsed(sum(batch["unparsed"] for batch in committed), examples),
-        *(visible(f"rewards {describe_rewards(one, one['name'])}") for one in record["rewards"]),
+        *(visible(f"rewards {describe_rewards(rewards, rewards['name'])}") for rewards in record["rewards"]),
         *([f"learned from the rewards {', '.join(used)}"] if (used := record["rewards_used"]) != ["first"] else []),
         *_accuracies(record["evaluations"]),
         _seconds(record["seconds"]),
@@ -260,13 +267,13 @@ def print_rollout(record: dict[str, Any]) -> None:
         "prompt": f"{record['prompt_id']}  {_text(record['prompt'])}",
         "response": _text(record["text"]),
         "reward": _reward(record),
-        **{f"  {name}": _reward(one) for name, one in record["rewards"].items()},
+        **{f"  {name}": _reward(rewards) for name, rewards in record["rewards"].items()},
         "finished": f"{record['finish_reason']}, versions {record['version_first']} to {record['version_last']}",
         "sampler": ", ".join(f"{key} {value}" for key, value in settings if value != ""),
         "consumed": f"at {', '.join(map(str, record['consumed_at'])) or 'no update yet'}",
     }
     if record["segments"]:
-        lines["turns"] = ", ".join(f"{one['by']} {one['tokens']}" for one in record["segments"]) + " tokens"
+        lines["turns"] = ", ".join(f"{segment['by']} {segment['tokens']}" for segment in record["segments"]) + " tokens"
     table = make_table(("position", "token", "text", "log-probability"), left=("text",))
     for position, token in enumerate(record["tokens"]):
         logp = f"by {token['by']}" if token["logp"] is None else f"{token['logp']:.4f}"
@@ -459,9 +466,8 @@ def _print_choices(plan: ConfigPlan) -> None:
     table = make_table(columns, left=("binds", ""))
     for choice in plan.choices:
         safe, size, updates = choice.plan, choice.updates_per_generation, choice.drift_updates
-        seconds, drift_seconds = (
-            "–" if one is None else format_duration(one) for one in (choice.seconds, choice.drift_seconds)
-        )
+        durations = (choice.seconds, choice.drift_seconds)
+        seconds, drift_seconds = ("–" if value is None else format_duration(value) for value in durations)
         table.add_row(
             str(size),
             str(choice.staleness),
@@ -481,14 +487,16 @@ def _print_choices(plan: ConfigPlan) -> None:
 
 def print_cluster_plan(plan: ClusterPlan) -> None:
     """A row per schedule, with its simulation below it, and the savings of staging."""
-    times = ("a stage", "all", "generating", "learner idle", "generator idle", "network/day", "disk/day")
+    times = ("a stage", "all", "generating", "trainer idle", "generator idle", "network/day", "disk/day")
     table = make_table(("schedule", "µ", "S", "generate + learn on", *times), left=("schedule",))
-    for one in plan.schedules:
-        table.add_row(*_cluster_cells(one.formula))
-        if one.simulated is not None:
-            table.add_row("  simulated", "", "", "", *_cluster_cells(one.simulated)[4:])
+    for schedule in plan.schedules:
+        table.add_row(*_cluster_cells(schedule.formula))
+        if schedule.simulated is not None:
+            table.add_row("  simulated", "", "", "", *_cluster_cells(schedule.simulated)[4:])
     print_lines(table)
-    simulated = {"in the simulation": True} if all(one.simulated is not None for one in plan.schedules) else {}
+    simulated = (
+        {"in the simulation": True} if all(schedule.simulated is not None for schedule in plan.schedules) else {}
+    )
     for name, is_simulated in {"staged over synchronous": False, **simulated}.items():
         whole, generating = plan.speed_up("staged", simulated=is_simulated), plan.generation_speed_up(is_simulated)
         print_lines(f"{name}: {whole:.2f}× as fast, generating alone {generating:.2f}×")
@@ -508,7 +516,7 @@ def _cluster_cells(outcome: ScheduleOutcome) -> tuple[str, ...]:
 
 
 def print_difficulty(record: Mapping[str, Any], prompts: Mapping[str, Any], output: Path | None) -> None:
-    """Print how many prompts pass how often, and the first ones that are between."""
+    """Print how many prompts never, always and sometimes pass, and the hardest of the last kind."""
     added = f", {record['added']} of them new" if record["added"] else ""
     print_lines(f"{record['prompts']:,} prompts, {record['rollouts']:,} rollouts, {record['batches']} batches{added}")
     print_lines(f"never passed {record['never']:,}, always {record['always']:,}, between {record['between']:,}")

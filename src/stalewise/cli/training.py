@@ -102,12 +102,12 @@ def fork(
     at: Annotated[int | None, typer.Option(metavar="VERSION", help="Checkpoint; default: the newest.")] = None,
     settings: Settings = None,
     unset: Annotated[
-        list[str] | None, typer.Option(metavar="KEY", help="Setting to put back to its default; may be repeated.")
+        list[str] | None, typer.Option(metavar="KEY", help="Setting to reset to its default; may be repeated.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the new run; default: RUN-vVERSION.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a new run that starts from a checkpoint of another one, with its optimizer and the rollouts that fit."""
+    """Make a new run that starts from a checkpoint of another run, with its optimizer and its usable rollouts."""
     from stalewise.config.run_directory import read_fork
     from stalewise.orchestrator.fork import fork
 
@@ -126,9 +126,9 @@ def generate(
     config: Annotated[str, typer.Argument(help="TOML file; for workers also a run directory or a URL.")],
     batch: Annotated[int | None, typer.Option(help="Batch to generate; default: the next missing one.")] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Checkpoint of this run, in any place: generate the batches of its version.")
+        Path | None, typer.Option(help="Checkpoint of this run, at any path: generate the batches of its version.")
     ] = None,
-    worker: Annotated[str | None, typer.Option(metavar="NAME", help="Join a run as a worker of this name.")] = None,
+    worker: Annotated[str | None, typer.Option(metavar="NAME", help="Join a run as a worker with this name.")] = None,
     ray: Annotated[int | None, typer.Option(min=1, help="Start this many workers on a Ray cluster.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Workers: exit when no batch is requested.")] = False,
     settings: Settings = None,
@@ -166,8 +166,10 @@ def learn(
         list[Path] | None, typer.Option(help="Run directory or generation batch; required, may be repeated.")
     ] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Policy to start from instead of model.path.")] = None,
-    unused: Annotated[bool, typer.Option("--unused", help="Only rollouts their own runs did not learn from.")] = False,
-    rewards: Annotated[str, typer.Option(metavar="NAME", help="Rewards that `rescore` made.")] = "first",
+    unused: Annotated[bool, typer.Option("--unused", help="Only rollouts that their own runs did not use.")] = False,
+    rewards: Annotated[
+        str, typer.Option(metavar="NAME", help="Name of the rewards, as `rescore` made them.")
+    ] = "first",
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -191,21 +193,21 @@ def rescore(
     verifier: Annotated[
         str | None,
         typer.Option(
-            help=f"Another verifier; default: the run's own as it is now. One of {VERIFIER_NAMES}.",
+            help=f"Verifier: {VERIFIER_NAMES}; default: the run's own in its present form.",
             autocompletion=complete_verifier,
         ),
     ] = None,
     option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the verifier; may be repeated.")
     ] = None,
-    answers: Annotated[Path | None, typer.Option(help="JSONL file with id and answer: repaired gold answers.")] = None,
+    answers: Annotated[Path | None, typer.Option(help="JSONL file of corrected gold answers: id and answer.")] = None,
     weight: Annotated[
         list[str] | None, typer.Option(metavar="PART=VALUE", help="Weight of a reward part; may be repeated.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of these rewards; default: r1, r2, …")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Score the rollouts of a run again, beside their first rewards: another verifier, answers or weights."""
+    """Score the rollouts of a run again, with another verifier, answers or weights; the first rewards stay."""
     from stalewise.orchestrator.rescore import rescore
     from stalewise.reporting.progress import watching
     from stalewise.reporting.summary import describe_rewards
@@ -233,20 +235,24 @@ def evaluate(
         list[str] | None,
         typer.Option(help=f"Task; default: the run's. One of {TASK_NAMES}.", autocompletion=complete_task),
     ] = None,
-    file: Annotated[list[Path] | None, typer.Option(help="JSONL file to evaluate on instead, all rows.")] = None,
+    file: Annotated[
+        list[Path] | None, typer.Option(help="JSONL file to evaluate on instead of a task, with all rows.")
+    ] = None,
     suite: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Suite of the run, or all; may be repeated.")
     ] = None,
     option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the task; may be repeated.")
     ] = None,
-    exclude_ids: Annotated[Path | None, typer.Option(help="Ids to leave out, one per line or in JSON.")] = None,
+    exclude_ids: Annotated[
+        Path | None, typer.Option(help="File of prompt ids to leave out, one per line or in JSON objects.")
+    ] = None,
     prompts: Annotated[
         int | None, typer.Option(min=1, help="Number of prompts; default: the run's, or all of a file.")
     ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Responses per prompt; default: the run's, or 4.")] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest response; default: the run's, or 64.")
+        int | None, typer.Option(min=1, help="Longest response in tokens; default: the run's, or 64.")
     ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0: greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(min=1e-6, max=1, help="Nucleus sampling; 1: off.")] = 1.0,
@@ -264,11 +270,11 @@ def evaluate(
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
     sampling |= {"samples": samples}
     if len(tasks) + len(files) <= 1 and not suites:
-        one = {"task": tasks[0] if tasks else None, "file": files[0] if files else None, "options": options}
-        plan = plan_evaluation(model_or_run, **one, prompts=prompts, sampling=sampling, exclude_ids=exclude_ids)
+        source = {"task": tasks[0] if tasks else None, "file": files[0] if files else None, "options": options}
+        plan = plan_evaluation(model_or_run, **source, prompts=prompts, sampling=sampling, exclude_ids=exclude_ids)
     else:
-        given = {**sampling, "options": options, "prompts": prompts or 0}
-        tables = [{"task": name, **given} for name in tasks] + [{"file": str(path), **given} for path in files]
+        common = {**sampling, "options": options, "prompts": prompts or 0}
+        tables = [{"task": name, **common} for name in tasks] + [{"file": str(path), **common} for path in files]
         named = None if "all" in suites and not tables else [name for name in suites if name != "all"]
         plan = plan_suites(model_or_run, None if named is None else [*named, *tables], exclude_ids)
     with contextlib.closing(plan), watching() as callback:
@@ -277,12 +283,12 @@ def evaluate(
         results = evaluate_planned(plan, callback)
     if plan.is_single:
         return print_json(results[0].record()) if as_json else print_evaluation(results[0])
-    records = [one.record() for one in results]
+    records = [result.record() for result in results]
     print_json(records) if as_json else print_lines(suite_table(records))
 
 
 def _check_model_or_run(name: str) -> None:
-    """Refuse what is neither a run, a checkpoint nor a model, before torch is imported for it."""
+    """Raise an error for a name of no run, checkpoint or model, before torch is imported."""
     from stalewise.models import resolve_model
 
     path = Path(name).expanduser()
@@ -290,9 +296,8 @@ def _check_model_or_run(name: str) -> None:
         return
     from stalewise.config.run_directory import not_a_run, runs_in
 
-    if (
-        not path.exists() and path.parent != Path() and runs_in(path.parent)
-    ):  # a run that is not there, rather than a name on a hub
+    # A missing directory among runs is a misspelt run rather than a name on a hub.
+    if not path.exists() and path.parent != Path() and runs_in(path.parent):
         raise StoreError(not_a_run(path))
     resolve_model(name)
 
@@ -326,9 +331,9 @@ def verify(run: RunDirectory, as_json: AsJson = False) -> None:
     from stalewise.cli.tables import print_verification
     from stalewise.reporting.verification import verify_run
 
-    found = verify_run(run)
-    print_json(found.record()) if as_json else print_verification(found)
-    if found.damaged:
+    verification = verify_run(run)
+    print_json(verification.record()) if as_json else print_verification(verification)
+    if verification.damaged:
         raise typer.Exit(1)
 
 
@@ -358,12 +363,12 @@ def doctor(
 
 
 def _work(source: str, worker: str | None, ray: int | None, once: bool, settings: Any, as_json: bool) -> None:
-    """Work until the run is complete, or with `once` until nothing is requested."""
+    """Generate for a run until it is complete, or with `once` until no batch is requested."""
     load_packages()
     from stalewise.orchestrator.ranks import help_with_reference
     from stalewise.reporting.progress import watching
 
-    # Exit normally, so that the worker signs off and others need not wait for its heartbeat to expire.
+    # Exit normally, so that the worker signs off, and other workers do not wait for its heartbeat to expire.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     with watching() as callback:
         options: dict[str, Any] = {"overrides": overrides(settings), "once": once, "callback": callback}
@@ -377,9 +382,9 @@ def _work(source: str, worker: str | None, ray: int | None, once: bool, settings
 
             done = [work(source, worker=worker or "", **options)]
     if as_json:
-        print_json([asdict(one) for one in done])
-    for one in done if not as_json else ():
-        typer.echo(_describe_work(one))
+        print_json([asdict(work_done) for work_done in done])
+    for work_done in done if not as_json else ():
+        typer.echo(_describe_work(work_done))
 
 
 def _describe_work(done: WorkDone) -> str:

@@ -1,6 +1,6 @@
 """The config of a run: read from TOML, checked for contradictions, written as resolved JSON. Imports no torch.
 
-Also the settings that `stalewise.train` takes as keywords, by their last name.
+It also resolves the keywords of `stalewise.train`, which are the last names of settings.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from stalewise.config.sections import (
     SamplerSection,
     ScheduleSection,
     Section,
-    with_recipe,
 )
 from stalewise.errors import ConfigError, nearest
 from stalewise.store.atomic import read_json, write_json_atomic
@@ -37,14 +36,48 @@ from stalewise.tasks.mixture import MixtureTask
 from stalewise.types import Prompt
 
 FORMAT = "stalewise.run/1"
-RESPONSE_LIMIT = "sampler.max_new_tokens"  # what limits responses, unless a suite does
-HERE = "{run}"  # stands for the run directory, wherever it is
-_FILES = ("path", "evaluation_path")  # of the model and of the task's options
+RESPONSE_LIMIT = "sampler.max_new_tokens"  # the setting that limits responses, unless a suite has its own limit
+HERE = "{run}"  # placeholder for the run directory, so that it may be moved
+_FILES = ("path", "evaluation_path")  # settings of the model and options of the task that name files
 NAME = r"^\w[\w.\-]*$"
 _PATTERNS = {
     NAME: "it may have letters, digits, _, - and ., and begins with a letter, a digit or _",
     sections.URL: "it should be the address of a server, as in http://127.0.0.1:8000",
 }
+
+# The settings that docs/control.md recommends. They replace the defaults; a config's own settings win.
+RECIPES: dict[str, dict[str, dict[str, Any]]] = {
+    "none": {},
+    "auto": {
+        "objective": {"name": "mu_grpo"},
+        "schedule": {"end": "spent"},
+        "guard": {"action": "halve"},
+        "plan": {"learning_rate": "planned-if-calibrated"},
+        "optimizer": {"schedule": "cosine"},
+    },
+}
+WARM_UP_SHARE = 16  # with a recipe, one update in so many belongs to the warm-up
+
+
+def with_recipe(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in the settings of the config's recipe; a schedule that sets its own kind or stages is kept.
+
+    A learning rate that decays by the recipe also warms up.
+    """
+    filled = dict(record)
+    for table, settings in RECIPES.get(str(record.get("recipe", "none")), {}).items():
+        given = filled.get(table, {})
+        if not isinstance(given, Mapping):
+            continue
+        has_stages = given.get("kind", "staged") != "staged" or given.get("stages") is not None
+        if not (table == "schedule" and has_stages):
+            filled[table] = {**settings, **given}
+    optimizer, schedule = filled.get("optimizer"), filled.get("schedule", {})
+    if record.get("recipe") == "auto" and isinstance(optimizer, dict) and optimizer.get("schedule") == "cosine":
+        updates = schedule.get("updates") if isinstance(schedule, Mapping) else None
+        default = sections.ScheduleSection.model_fields["updates"].default
+        optimizer.setdefault("warmup_updates", (updates if isinstance(updates, int) else default) // WARM_UP_SHARE)
+    return filled
 
 
 class RunConfig(Section):
@@ -121,35 +154,35 @@ class RunConfig(Section):
         return Path(self.runs) / self.name
 
     def make_task(self, table: Path | None = None) -> Task:
-        """The task of this config; with the prompts that its table of pass rates chooses, or the copy in `table`."""
+        """The task of this config. Its prompts are chosen by the table of pass rates, if any, or its copy `table`."""
         task = make_task(self.task.name, seed=self.seed, **self.task.options)
         if not self.task.difficulty:
             return task
-        (low, high), by = self.task.pass_rates, self.task.by_pass_rate
-        found = read_table(table or self.difficulty_path, read_json)
-        return ChosenPrompts(task, found, low=low, high=high, by=by, seed=self.seed)
+        low, high = self.task.pass_rates
+        pass_rates = read_table(table or self.difficulty_path, read_json)
+        return ChosenPrompts(task, pass_rates, low=low, high=high, by=self.task.by_pass_rate, seed=self.seed)
 
     def prompts_task(self, suite: sections.SuiteSection | None = None) -> Task:
-        """The task, or that of a suite, to read prompts and answers from.
+        """The task of the run or of a suite, for reading prompts and answers only.
 
-        Its verifier is another: no function of a config is imported, no judge or environment is started.
+        Its verifier is replaced: no function of the config is imported, and no judge or environment is started.
         """
         options = _only_prompts(self.task.name, self.task.options)
         task = self.task.model_copy(update={"options": options})
         config = self.model_copy(update={"task": task})
         if suite is None:
             return config.make_task()
-        of_suite = _only_prompts(suite.task or self.task.name, suite.options)
-        return config.make_suite(suite.model_copy(update={"options": of_suite}))
+        suite_options = _only_prompts(suite.task or self.task.name, suite.options)
+        return config.make_suite(suite.model_copy(update={"options": suite_options}))
 
     @property
     def difficulty_path(self) -> Path:
-        """The table of pass rates: a run that has begun keeps its own copy."""
+        """The path of the table of pass rates; a run that has begun uses its own copy."""
         copy = self.directory / COPY
         return copy if copy.is_file() and (self.directory / "checkpoints").is_dir() else Path(self.task.difficulty)
 
     def make_suite(self, suite: sections.SuiteSection) -> Task:
-        """The prompts and the verifier of a suite; the run's own where it names neither a task nor a file."""
+        """The task of a suite: its file, its task, or the run's own task."""
         if suite.file:
             return make_evaluation_file(suite.file, **{**self.task.form, **suite.options})
         if suite.task:
@@ -157,9 +190,9 @@ class RunConfig(Section):
         return make_task(self.task.name, seed=self.seed, **{**self.task.options, **suite.options})
 
     def longest_prompts(self, task: Task, most: int = 256) -> list[Prompt]:
-        """The prompts with the most characters of all that the run will use, in training and to evaluate.
+        """The longest prompts, in characters, that the run will use in training and evaluation.
 
-        A task without an end makes its prompts when they are asked for: its first stand for all.
+        A task without an end makes prompts on request: its first prompts stand for all.
         """
         count = self.schedule.updates * self.batch.reserved
         used = task.used_prompts(count, most) if isinstance(task, MixtureTask) else used_prompts(task, count, most)
@@ -167,8 +200,8 @@ class RunConfig(Section):
 
     @property
     def longest_response(self) -> tuple[str, int]:
-        """The largest limit of a response, in training or in a suite: its setting, and tokens."""
-        limits = [(limit_setting(one), one.max_new_tokens or 0) for one in self.evaluation.suite]
+        """The largest limit of responses, in training or in a suite: the setting and its tokens."""
+        limits = [(limit_setting(suite), suite.max_new_tokens or 0) for suite in self.evaluation.suite]
         return max([(RESPONSE_LIMIT, self.sampler.max_new_tokens), *limits], key=lambda limit: limit[1])
 
     def identity(self) -> dict[str, Any]:
@@ -177,7 +210,7 @@ class RunConfig(Section):
 
 
 def limit_setting(suite: sections.SuiteSection) -> str:
-    """The setting that limits the responses of a suite, as messages name it."""
+    """The name, for messages, of the setting that limits the responses of a suite."""
     return RESPONSE_LIMIT if suite.max_new_tokens is None else f"max_new_tokens of the suite {suite.label!r}"
 
 
@@ -187,19 +220,19 @@ def longest_of(prompts: Sequence[Prompt], most: int = 256) -> list[Prompt]:
 
 
 def _characters(prompt: Prompt) -> int:
-    """About the length of a prompt: its text, and the messages before it."""
+    """The approximate length of a prompt: its text and the messages before it."""
     return len(prompt.text) + sum(len(prompt.metadata.get(part, "")) for part in ("system", "history", "prefill"))
 
 
 def _only_prompts(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a task that its prompts depend on."""
     if name not in TASKS or name == "verifiers":
-        raise ConfigError(f"the prompts of the task {name!r} are known to the program that made the run only")
-    of_scoring = ("verifier", "verifier_options", "environment", "environment_options")
-    kept = {key: value for key, value in options.items() if key not in of_scoring}
+        raise ConfigError(f"the prompts of the task {name!r} are known only to the program that made the run")
+    scoring = ("verifier", "verifier_options", "environment", "environment_options")
+    kept = {key: value for key, value in options.items() if key not in scoring}
     if name == "mixture":
         tables: list[Mapping[str, Any]] = kept["tasks"]
-        own = [{**one, "options": _only_prompts(one["name"], one.get("options", {}))} for one in tables]
+        own = [{**table, "options": _only_prompts(table["name"], table.get("options", {}))} for table in tables]
         return {**kept, "tasks": own}
     return kept | ({"verifier": "exact"} if "verifier" in options else {})
 
@@ -207,9 +240,9 @@ def _only_prompts(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a resolved config that must stay the same when a run is resumed.
 
-    Free to change: directories, trackers, what is recorded or checked, engines (each rollout records its own), and the
-    number of a GPU. The kind of a device and the threads are not: both round differently. `auto` takes what a machine
-    has, and `environment.json` records it.
+    These may change: directories, trackers, settings of recording and checking, engines (each rollout records its own),
+    and the index of a GPU. The kind of device and the number of threads may not: they change rounding. `auto` adapts
+    to the machine, and `environment.json` records the result.
     """
     record = with_moved_files(record, HERE)
     free = ("format", "name", "runs", "trackers", "plan", "workers", "storage")
@@ -226,7 +259,7 @@ def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_moved_files(record: Mapping[str, Any], directory: str) -> dict[str, Any]:
-    """A resolved config whose files in the run directory (`stalewise.train` writes some) lie in `directory` instead.
+    """A resolved config in which files in the run directory, as `stalewise.train` writes them, are in `directory`.
 
     >>> record = {"runs": "runs", "name": "a", "model": {"path": "runs/a/model-1"}, "task": {"options": {"path": "b"}}}
     >>> with_moved_files(record, "copied")["model"], with_moved_files(record, "copied")["task"]
@@ -252,7 +285,7 @@ def _without(record: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]
 
 
 def _with_kind(record: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """A table whose device is of a kind, without the number."""
+    """A table with the kind of its device, without the index: `cuda:1` becomes `cuda`."""
     device = record.get(key)
     return {**record, key: device.partition(":")[0]} if isinstance(device, str) else dict(record)
 
@@ -286,7 +319,7 @@ def read_toml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> d
 
 
 def stages_warning(schedule: ScheduleSection) -> str:
-    """That rounding leaves fewer stages than were asked for; else an empty string.
+    """A warning if rounding gives fewer stages than `schedule.stages`; otherwise an empty string.
 
     >>> stages_warning(ScheduleSection(updates=100, stages=30)).partition(":")[0]
     '100 updates make 25 stages of up to 4 updates, not schedule.stages = 30'
@@ -301,7 +334,7 @@ def stages_warning(schedule: ScheduleSection) -> str:
 
 
 def held_out_warning(task: str, held_out: int, asked: int) -> str:
-    """That a task holds out fewer prompts than `evaluation.prompts` asks for; else an empty string.
+    """A warning if a task holds out fewer prompts than `evaluation.prompts`; otherwise an empty string.
 
     >>> held_out_warning("arithmetic-chat", 14, 128).partition(":")[0]
     'evaluation.prompts is 128, but arithmetic-chat holds out 14'
@@ -315,7 +348,7 @@ def held_out_warning(task: str, held_out: int, asked: int) -> str:
 
 
 def make_config(record: Mapping[str, Any], *, source: str = "config") -> RunConfig:
-    """Check a nested mapping; a ConfigError lists every problem with its key, its value and what to do."""
+    """Make a config of a nested mapping; a ConfigError lists every problem with its key, value and remedy."""
     if key := _with_nul(record):
         raise ConfigError(f"{source}: {key} has a NUL character, which no path and no text may have: remove it")
     try:
@@ -368,7 +401,7 @@ def set_dotted(record: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _settings_called(name: str) -> list[str]:
-    """The settings that a name may mean: one of another table, one that TRL calls so, one that is abbreviated so."""
+    """The settings that a name may mean: in another table, by its name in TRL, or by an abbreviation."""
     words = [name, *re.findall(r"[\w.]+", (OF_TRL | ABBREVIATIONS).get(name, ""))]
     found: list[str] = [COMMON[word] for word in words if word in COMMON]
     for word in words if not found else ():
@@ -382,7 +415,7 @@ def _explain(problem: Any) -> str:
     key = ".".join(map(str, problem["loc"])) or "the whole"
     if problem["type"] == "extra_forbidden":
         model: Any = RunConfig
-        for section in [name for name in problem["loc"][:-1] if isinstance(name, str)]:  # not places in a list
+        for section in [name for name in problem["loc"][:-1] if isinstance(name, str)]:  # not positions in a list
             model = model.model_fields[section].annotation
             model = next(iter(get_args(model)), model)
         name = str(problem["loc"][-1])
@@ -400,7 +433,7 @@ def _explain(problem: Any) -> str:
 
 
 def _as_in(problem: Any) -> str:
-    """How a text is written as the list or the number that the setting takes; empty: unknown."""
+    """A hint how to write a text as the list or number that the setting takes; empty: unknown."""
     text = problem["input"]
     if problem["type"] == "list_type" and isinstance(text, str):
         return f", as in {json.dumps([text])}"
@@ -411,9 +444,9 @@ def _as_in(problem: Any) -> str:
     return ""
 
 
-# Names of which one meaning is far more common than the others.
+# Names of several settings, of which one is nearly always meant.
 COMMON = {"learning_rate": "optimizer.learning_rate"}
-# What TRL's users type, and what it is called here.
+# Names in TRL, and the names of the same settings here.
 OF_TRL = {
     "args": "settings as keywords",
     "train_dataset": "dataset",
@@ -449,7 +482,7 @@ OF_TRL = {
     "mask_truncated_completions": 'truncated="mask"',
     "callbacks": "callback",
 }
-# Usual abbreviations and the symbols of the documents, which are too far from the names here to be guessed.
+# Usual abbreviations and the symbols of the documentation, which spelling suggestions would not find.
 ABBREVIATIONS = {
     "mu": 'stages, or updates_per_generation with kind="synchronous"',
     "eta": "learning_rate",
@@ -461,7 +494,7 @@ ABBREVIATIONS = {
 
 
 def settings_record(keywords: Mapping[str, Any], dotted: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Nested settings of keywords and of dotted names; an unknown or ambiguous keyword is a ConfigError.
+    """Nested settings from keywords and dotted names; an unknown or ambiguous keyword is a ConfigError.
 
     A keyword that is the name of a table takes a dict. `objective` and `task` also take a name.
 
@@ -489,18 +522,18 @@ def _key_of(name: str, value: Any) -> str:
         return COMMON[name]
     if known := (OF_TRL | ABBREVIATIONS).get(name):
         raise ConfigError(f"{name} is not a setting here: use {known}")
-    found = [key for key in [*_tables(), *setting_names()] if key.rpartition(".")[2] == name]
-    if not found:
+    matching = [key for key in [*_tables(), *setting_names()] if key.rpartition(".")[2] == name]
+    if not matching:
         names = {key.rpartition(".")[2] for key in [*_tables(), *setting_names()]}
         raise ConfigError(f"{name} is not a setting; {nearest(name, names)}")
-    depth = min(key.count(".") for key in found)
-    nearest_ones = [key for key in found if key.count(".") == depth]
-    if len(nearest_ones) > 1:
-        choices = " or ".join(f'settings={{"{key}": …}}' for key in nearest_ones)
+    depth = min(key.count(".") for key in matching)
+    least_nested = [key for key in matching if key.count(".") == depth]
+    if len(least_nested) > 1:
+        choices = " or ".join(f'settings={{"{key}": …}}' for key in least_nested)
         raise ConfigError(f"{name} is the name of several settings: write {choices}")
-    if nearest_ones[0] in _tables() and not isinstance(value, Mapping):
+    if least_nested[0] in _tables() and not isinstance(value, Mapping):
         raise ConfigError(f"{name} is a table of settings: pass a dict, not {value!r:.60}")
-    return nearest_ones[0]
+    return least_nested[0]
 
 
 def _tables() -> list[str]:

@@ -1,4 +1,4 @@
-"""Run directories: their config, whether they match another config, and the result of a finished run."""
+"""Run directories: their config, comparison with another config, and the result of a finished run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RESOLVED = "config.resolved.json"
 EXPORT_FORMAT = "stalewise.export/1"
 EXPORT_RECORD = "stalewise.json"
 EXPORT_CONFIG = "training_config.toml"
-# Settings that stand for objects of a program.
+# Settings that refer to objects of a program, and how messages name them.
 _OF_PROGRAMS = {
     "task.options.verifier_options.function": "reward function (the run's own is in python/reward.py)",
     "task.options.path": "data set (the run's own is in data/)",
@@ -46,19 +46,19 @@ _OF_PROGRAMS = {
     "objective.name": "objective (the run's own is in python/objective.py)",
     "model.path": "model",
 }
-# What may change in a run at any time; the change is journaled.
+# Settings that may change in a run at any time; the change is recorded in the journal.
 IN_PLACE = ("evaluation.", "checkpoints.")
-# What rollouts do not depend on: may change while nothing was trained.
+# Settings that rollouts do not depend on: they may change until the first update.
 OF_TRAINING = ("optimizer.", "objective.", "guard.", "learner.", "recipe")
-# What a fork takes from its checkpoint.
+# Settings that a fork takes from its checkpoint.
 OF_THE_CHECKPOINT = ("model.path", "model.adapter", "model.lora", "optimizer.moments")
-# Records of the journal that are no activity.
+# Events in the journal that take no time.
 NOTES = frozenset({"ranks", "config", "fork"})
 FORK_FORMAT = "stalewise.fork/1"
 FORK = "fork.json"
 LIMITS_FORMAT = "stalewise.limits/1"
 LIMITS_FILE = "limits.json"  # the drift budgets
-REFERENCE_FILE = "reference.json"  # which weights the reference has
+REFERENCE_FILE = "reference.json"  # the weights of the reference policy
 _WAY_ON = "restore it to continue, or choose another name=… for a new run"
 
 
@@ -72,7 +72,7 @@ class RunResult:
     seconds: dict[str, float]  # generate, learn, switch, evaluate: summed over all resumes
 
     def __repr__(self) -> str:
-        """One line: the evaluations have the score of every prompt."""
+        """One line: the number of evaluations, since each has the score of every prompt."""
         accuracy = f"accuracy={self.accuracy:.4g}, " if self.evaluations else ""
         shown = f"directory={str(self.directory)!r}, updates={self.updates}, {accuracy}"
         return f"RunResult({shown}evaluations={len(self.evaluations)})"
@@ -89,10 +89,12 @@ class RunResult:
 
     @property
     def unscored(self) -> float:
-        """Fraction of the rollouts that could not be scored and were left out; 0 where there are none."""
+        """Fraction of the rollouts that could not be scored and were left out; 0 if there are no rollouts."""
         batches = filter(is_committed, batch_directories(self.directory / "rollouts"))
         manifests = [read_batch_manifest(batch) for batch in batches]
-        return sum(one.verifier_errors for one in manifests) / (sum(one.rows for one in manifests) or 1)
+        return sum(manifest.verifier_errors for manifest in manifests) / (
+            sum(manifest.rows for manifest in manifests) or 1
+        )
 
     @property
     def checkpoint(self) -> Path:
@@ -117,12 +119,12 @@ def read_config(directory: str | Path) -> RunConfig:
 
 
 def read_config_at(directory: str | Path, overrides: Mapping[str, Any]) -> RunConfig:
-    """The config of a run directory to continue it where it lies now, with changes by dotted names."""
-    place = Path(os.path.normpath(directory))
-    record = {**read_config(place).model_dump(mode="json"), "runs": str(place.parent), "name": place.name}
+    """The config to continue a run directory at its present location, with overrides by dotted names."""
+    path = Path(os.path.normpath(directory))
+    record = {**read_config(path).model_dump(mode="json"), "runs": str(path.parent), "name": path.name}
     for key, value in overrides.items():
         set_dotted(record, key, value)
-    return make_config(record, source=str(place))
+    return make_config(record, source=str(path))
 
 
 def read_resolved(directory: str | Path) -> dict[str, Any]:
@@ -137,7 +139,7 @@ def read_resolved(directory: str | Path) -> dict[str, Any]:
 
 
 def not_a_run(directory: str | Path) -> str:
-    """The message about what is not a run directory, with the one that was probably meant."""
+    """Error message for a path that is not a run directory, with a suggestion."""
     what = f"has no {RESOLVED}" if os.path.isdir(directory) else "does not exist"
     if os.path.isfile(directory):
         what = "is a file"
@@ -145,7 +147,7 @@ def not_a_run(directory: str | Path) -> str:
 
 
 def run_nearby(path: str | Path) -> str:
-    """What to name instead of a directory that is a level above or below that of a run, or of another name."""
+    """Suggest the run directory that was probably meant."""
     path = Path(path)
     if os.path.isfile(path) and (run := _run_of_config(path)) is not None:
         begun = "name its run" if os.path.isfile(run / RESOLVED) else "`stalewise train` makes its run"
@@ -169,7 +171,7 @@ def runs_in(path: Path) -> list[Path]:
 
 
 def _run_of_config(path: Path) -> Path | None:
-    """The run directory that a config file names; None: it is no config."""
+    """The run directory that a config file names; None if the file is no config."""
     with contextlib.suppress(StalewiseError):
         return load_config(path).directory if path.suffix == ".toml" else None
     return None
@@ -182,7 +184,7 @@ def is_started(directory: Path) -> bool:
 
 
 def check_identity(config: RunConfig) -> None:
-    """Refuse a run directory that was made with another config or another format."""
+    """Raise a StoreError if a run directory was made with another config or format."""
     path = config.directory / RESOLVED
     if not path.exists():
         if versions(config.directory):
@@ -212,7 +214,7 @@ def may_still_change(directory: Path, keys: Iterable[str]) -> bool:
 
 
 def _fork_advice(directory: Path, updates: int, changes: Mapping[str, tuple[Any, Any]]) -> str:
-    """The command that continues under another name with these changes; empty where none does."""
+    """Advice with the command that forks the run with these changes; empty if a fork cannot apply them."""
     newest = [version for version in versions(directory) if version < updates][-1:]
     learned = (directory / "sources.json").is_file()
     if not newest or learned or any(key.startswith(OF_THE_CHECKPOINT) for key in changes):
@@ -226,9 +228,9 @@ def _fork_advice(directory: Path, updates: int, changes: Mapping[str, tuple[Any,
 def changed_settings(
     record: Mapping[str, Any], recorded: Mapping[str, Any], but: Container[str] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """Settings that identify a run and differ between two resolved configs of it: before and after."""
-    # A setting that is newer than the run had its default; an option that was removed is a difference, too.
-    old, new = flat(RunConfig().identity()) | flat(identity_of(recorded)), flat(identity_of(record))
+    """Settings that identify a run and differ between two resolved configs: the values before and after."""
+    # A setting that is newer than the run had its default value. A removed option is a difference, too.
+    old, new = flatten(RunConfig().identity()) | flatten(identity_of(recorded)), flatten(identity_of(record))
     return {
         key: (old.get(key), new.get(key))
         for key in {**new, **old}
@@ -237,7 +239,7 @@ def changed_settings(
 
 
 def identity_differences(config: RunConfig, recorded: Mapping[str, Any], but: Container[str] = ()) -> list[str]:
-    """How a config differs from the resolved one of a run, except in the settings `but`."""
+    """How a config differs from the resolved config of a run, ignoring the settings `but`."""
     return _describe_changes(changed_settings(config.model_dump(mode="json"), recorded, but))
 
 
@@ -246,26 +248,26 @@ def _describe_changes(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
 
 
 def _changed_in_program(differences: list[str]) -> str:
-    """Which object of a program differs from that of the run, if nothing else does; see `stalewise.train`."""
+    """The objects of a program (`stalewise.train`) that differ from the run's; empty if anything else differs, too."""
     keys = {text.partition(" ")[0] for text in differences if "@" in text or HERE in text}
-    found = [what for key, what in _OF_PROGRAMS.items() if key in keys]
-    return f"another {' and another '.join(found)}" if len(found) == len(differences) else ""
+    changed = [what for key, what in _OF_PROGRAMS.items() if key in keys]
+    return f"another {' and another '.join(changed)}" if len(changed) == len(differences) else ""
 
 
 def all_changes(record: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """All settings that differ between two resolved configs of a run, except its name and place: before and after."""
-    before, after = (flat(with_moved_files(one, HERE)) for one in (recorded, record))
-    before = flat(RunConfig().model_dump(mode="json")) | before
-    named = ("format", "name", "runs")
+    """All settings that differ between two resolved configs of a run, except name and directory: before and after."""
+    before, after = (flatten(with_moved_files(resolved, HERE)) for resolved in (recorded, record))
+    before = flatten(RunConfig().model_dump(mode="json")) | before
+    ignored = ("format", "name", "runs")
     return {
         key: [before.get(key), after.get(key)]
         for key in {**before, **after}
-        if key not in named and before.get(key) != after.get(key)
+        if key not in ignored and before.get(key) != after.get(key)
     }
 
 
 def read_fork(directory: Path) -> dict[str, Any]:
-    """What a forked run started from, as `fork.json` has it; empty for another run."""
+    """The contents of `fork.json`: what a forked run started from; empty for any other run."""
     path = directory / FORK
     record = read_json(path) if path.is_file() else {}
     if record:
@@ -274,7 +276,7 @@ def read_fork(directory: Path) -> dict[str, Any]:
 
 
 def schedule_of(section: ScheduleSection, directory: Path) -> Schedule:
-    """The schedule of a run, as far as it is known before the run; of a fork, with the batches of the run before it."""
+    """The schedule of a run, as far as it is known beforehand; a fork's begins with the batches of its parent run."""
     planned = section.schedule()
     if section.end == "spent" or not (forked := read_fork(directory).get("schedule")):
         return planned
@@ -288,16 +290,19 @@ def schedule_of(section: ScheduleSection, directory: Path) -> Schedule:
     )
 
 
-def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, with dotted keys."""
+def flatten(record: Mapping[str, Any], prefix: str = "", *, keep_empty: bool = False) -> dict[str, Any]:
+    """Nested tables as one table with dotted keys; empty tables are left out, or with `keep_empty` are values."""
     merged: dict[str, Any] = {}
     for key, value in record.items():
-        merged |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        if isinstance(value, dict) and (value or not keep_empty):
+            merged |= flatten(value, f"{prefix}{key}.", keep_empty=keep_empty)
+        else:
+            merged[f"{prefix}{key}"] = value
     return merged
 
 
 def environment(device: str, threads: int, world_size: int) -> dict[str, Any]:
-    """What the numbers of a run may depend on besides its config."""
+    """Versions and hardware that the numbers of a run may depend on besides its config."""
     return {
         "stalewise": __version__,
         "python": platform.python_version(),

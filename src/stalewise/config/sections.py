@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
@@ -17,9 +17,9 @@ Url = Annotated[str, StringConstraints(pattern=URL)]
 MOST_UPDATES = 1_000_000
 MOST_PROMPTS = 1_000_000
 MOST_RESPONSES = 65_536  # to one prompt
-MOST_TOKENS = 1 << 20  # of a response
+MOST_TOKENS = 1 << 20  # in a response
 MOST_PER_UPDATE = 1 << 24  # responses
-MOST = 2**31 - 1  # where a large number means "no limit"
+MOST = 2**31 - 1  # for settings where a large number means "no limit"
 
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -27,20 +27,14 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 # vLLM silently raises a lower temperature to this one; the recorded temperature must be the real one.
 LEAST_VLLM_TEMPERATURE = 0.01
 # Arguments of `vllm.LLM` that follow from other settings, or that the log-probabilities depend on.
-SET_BY_US = frozenset(
-    {
-        *("model", "tokenizer", "dtype", "logprobs_mode", "generation_config", "enable_sleep_mode", "seed"),
-        *("gpu_memory_utilization", "max_model_len", "tensor_parallel_size", "data_parallel_size"),
-    }
-)
+SET_BY_US = {"model", "tokenizer", "dtype", "logprobs_mode", "generation_config", "enable_sleep_mode", "seed"}
+SET_BY_US |= {"gpu_memory_utilization", "max_model_len", "tensor_parallel_size", "data_parallel_size"}
 # Parts of the names of client arguments that hold secrets, which a run directory must not keep.
 _SECRETS = ("secret", "password", "token", "key", "credential", "connection_string")
 
 # Options of tasks over rows that say how a row becomes a prompt and is scored.
-_FORM = (
-    *("problem_field", "answer_field", "id_field", "template", "chat", "system", "prefill", "few_shot"),
-    *("chat_template_kwargs", "verifier", "verifier_options"),
-)
+_FORM = ("problem_field", "answer_field", "id_field", "template", "chat", "system", "prefill", "few_shot")
+_FORM += ("chat_template_kwargs", "verifier", "verifier_options")
 
 
 class Section(BaseModel):
@@ -49,7 +43,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def _contradictions(self) -> Iterator[str]:
-        """What is wrong with settings that are valid one by one; a ValueError reports the first."""
+        """Problems of settings that are valid one by one but contradict each other; a ValueError reports the first."""
         yield from ()
 
     @model_validator(mode="after")
@@ -69,10 +63,10 @@ class LoraSection(Section):
     rank: int = Field(
         default=0, ge=0, le=65_536, description="Rank of the adapters; 0: no adapters, all weights are trained."
     )
-    alpha: float = Field(default=32.0, gt=0, description="The adapter's product is scaled by alpha / rank.")
+    alpha: float = Field(default=32.0, gt=0, description="Scale of the adapter: its product is times alpha / rank.")
     targets: list[str] = Field(
         default_factory=list,
-        description="Last names of the matrices to adapt, e.g. q_proj; empty: all but embeddings and output layer.",
+        description="Names of the matrices to adapt, e.g. q_proj; empty: all but embeddings and output layer.",
     )
 
     def _contradictions(self) -> Iterator[str]:
@@ -86,17 +80,19 @@ class ModelSection(Section):
     path: str = Field(
         default="auto", description="Directory, GGUF file, hub name, smollm2 or embedded policy; auto: the task's."
     )
-    adapter: str = Field(default="", description="Directory of a PEFT adapter of that model to continue training from.")
+    adapter: str = Field(default="", description="Directory of a PEFT adapter of the model to continue training from.")
     precision: Literal["auto", "float32", "bfloat16", "bfloat16-only"] = Field(
-        default="auto", description="Of forward and backward passes; bfloat16-only: of weights, too; auto: by device."
+        default="auto",
+        description="Precision of forward and backward passes; bfloat16-only: also of the weights; auto: by device.",
     )
-    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
+    device: str = Field(default="auto", description="Device: auto, cpu, cuda or cuda:N.")
     threads: int = Field(
-        default=0, ge=0, le=4096, description="CPU threads; 0: torch decides. Equal bits need equal threads."
+        default=0, ge=0, le=4096, description="CPU threads; 0: torch decides. Bit-identical runs need the same number."
     )
     check: Literal["refuse", "warn", "off"] = Field(
         default="refuse",
-        description="If decoding or learning differs from a plain forward pass of the model: refuse to train, or warn.",
+        description="If log-probabilities differ from those of a plain forward pass: refuse to train, warn, or no "
+        "check (off).",
     )
     lora: LoraSection = Field(default_factory=LoraSection)
 
@@ -127,7 +123,7 @@ class TaskSection(Section):
     )
     by_pass_rate: Literal["range", "sample"] = Field(
         default="range",
-        description="With difficulty: prompts in the range alike, or more often the nearer their pass rate is to half.",
+        description="With difficulty: all prompts in the range (range), or more of those near one half (sample).",
     )
     max_unscored: float = Field(
         default=0.2, ge=0, le=1, description="Stop when more than this fraction of responses could not be scored."
@@ -142,7 +138,7 @@ class TaskSection(Section):
 
     @property
     def form(self) -> dict[str, Any]:
-        """How the task makes prompts of rows, where it does: another file is read in the same way."""
+        """Options of a task over rows that say how a row becomes a prompt; evaluation files are read with them."""
         return {key: self.options[key] for key in _FORM if self.name in ("jsonl", "hf") and key in self.options}
 
 
@@ -153,10 +149,11 @@ class BatchSection(Section):
     group_size: int = Field(default=8, ge=2, le=MOST_RESPONSES, description="Rollouts per prompt.")
     without_variance: Literal["keep", "skip", "drop", "refill"] = Field(
         default="keep",
-        description="Groups of equal rewards: compute, skip (the same gradient), drop, or generate others instead.",
+        description="Groups whose rewards are all equal: keep; skip their forward pass (same gradient); drop; or "
+        "refill with other prompts.",
     )
     refill_limit: float | None = Field(
-        default=None, gt=1, le=1000, description="For refill: generate at most this many times the prompts; default: 3."
+        default=None, gt=1, le=1000, description="For refill: at most this multiple of the prompts; default: 3."
     )
 
     def _contradictions(self) -> Iterator[str]:
@@ -170,7 +167,7 @@ class BatchSection(Section):
 
     @property
     def reserved(self) -> int:
-        """Prompts that an update may need: its own, and those that replace groups without variance."""
+        """Prompts that an update may need, including those that replace groups without variance."""
         factor = (self.refill_limit or 3.0) if self.without_variance == "refill" else 1.0
         return math.ceil(self.prompts * factor)
 
@@ -188,7 +185,8 @@ class VllmSection(Section):
     copies: int = Field(default=0, ge=0, le=4096, description="Copies of the policy; 0: as many as fit on the GPUs.")
     while_learning: Literal["sleep", "drop", "close", "stay"] = Field(
         default="sleep",
-        description="While the trainer works: sleep keeps weights on the host, drop none; close ends vLLM; stay.",
+        description="vLLM while the trainer works: sleep (weights in host memory), drop (no weights), close (ends the "
+        "process), stay (keeps its GPU memory).",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Further arguments of vllm.LLM.")
 
@@ -205,17 +203,17 @@ class ServerSection(Section):
     )
     model: str = Field(default="", description="Name of the model on the servers; empty: the only one they serve.")
     precision: Literal["float32", "bfloat16", "float16"] = Field(
-        default="bfloat16", description="The servers' precision: how closely they must agree with a checkpoint."
+        default="bfloat16", description="Precision of the servers, for comparing them with a checkpoint."
     )
     reload: Literal["vllm", "sglang", "command", "none"] = Field(
         default="vllm",
-        description="How servers get new weights: vLLM's or SGLang's API, a command, or not by stalewise.",
+        description="How servers get new weights: vLLM's API, SGLang's API, a command, or without stalewise (none).",
     )
     command: list[str] = Field(
         default_factory=list, description="For reload = command: program and arguments, with {checkpoint} and {url}."
     )
     paths: dict[str, str] = Field(
-        default_factory=dict, description="Local path prefixes and the server paths where the same checkpoints are."
+        default_factory=dict, description="Local path prefixes and the paths of the same directories on the servers."
     )
     concurrency: int = Field(default=64, ge=1, le=65_536, description="Maximum concurrent requests per server.")
     timeout_s: float = Field(default=600.0, gt=0, description="Time limit of one request in seconds.")
@@ -227,7 +225,8 @@ class ServerSection(Section):
         if (self.reload == "command") != bool(self.command):
             yield 'command and reload = "command" go together: set both or neither'
         if self.reload == "none" and self.precision != "float32":
-            # Rounding hides which checkpoint is served; only an engine's own answers before and after a reload tell.
+            # Rounding hides which checkpoint is served. Only the answers before and after a reload tell, and here
+            # stalewise reloads nothing.
             yield 'reload = "none" needs servers in float32: choose another reload'
         if len(set(self.urls)) < len(self.urls):
             yield "urls names a server twice: raise concurrency instead"
@@ -236,8 +235,13 @@ class ServerSection(Section):
 class ForeignSection(Section):
     """A second policy that samples a fraction of the rollouts; docs/engines.md."""
 
-    path: str = Field(default="", description="Model with the same tokenizer, as in model.path; empty: none.")
-    share: float = Field(default=0.0, ge=0, lt=1, description="Fraction of each group; at least one, never all.")
+    path: str = Field(default="", description="Second policy, as in model.path; same tokenizer; empty: none.")
+    share: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Fraction of each group that the second policy samples: at least one rollout, never all.",
+    )
 
     def _contradictions(self) -> Iterator[str]:
         if bool(self.path) != bool(self.share):
@@ -252,18 +256,18 @@ class SamplerSection(Section):
     """How rollouts are sampled."""
 
     engine: Literal["hf", "vllm", "server", "auto"] = Field(
-        default="hf", description="hf: in this process; auto: hf or vllm, whichever is faster; docs/engines.md."
+        default="hf", description="Engine: hf (in this process), vllm, server, or auto: the faster of hf and vllm."
     )
-    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature; the trainer's policy has 1.")
+    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature; training always uses 1.")
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="Nucleus sampling: keep tokens of this total probability."
     )
     top_k: int = Field(default=0, ge=0, le=MOST, description="Sample from this many most probable tokens; 0: from all.")
     weights: Literal["exact", "fp8", "int8"] = Field(
-        default="exact", description="Weights to sample with; fp8 and int8 round the matrices of the linear layers."
+        default="exact", description="Weights to sample with; fp8 and int8 quantize the linear layers."
     )
     max_new_tokens: int = Field(
-        default=64, ge=1, le=MOST_TOKENS, description="Responses are truncated at this many tokens."
+        default=64, ge=1, le=MOST_TOKENS, description="Longest response in tokens; longer ones are truncated."
     )
     rollouts_per_shard: int = Field(
         default=2048, ge=1, le=MOST_PER_UPDATE, description="Rollouts decoded together and committed, in whole groups."
@@ -288,17 +292,17 @@ class SamplerSection(Section):
         return self.engine in ("vllm", "server")
 
 
-# For descriptions and completion, which must not wait for the import of torch.
+# Descriptions and completion use this list, since importing the objectives would import torch.
 OBJECTIVE_NAMES = "grpo, dapo, dr_grpo, gspo, cispo, tis, decoupled_ppo, topr, m2po, mu_grpo, p3o, p3o_two_anchor"
 
 
 class ObjectiveSection(Section):
     """The loss that an update minimises."""
 
-    name: str = Field(default="mu_grpo", description=f"{OBJECTIVE_NAMES}; docs/objectives.md.")
+    name: str = Field(default="mu_grpo", description=f"Objective: {OBJECTIVE_NAMES}; docs/objectives.md.")
     params: dict[str, Any] = Field(default_factory=dict, description="Parameters of the objective; others: defaults.")
     advantage: Literal["auto", "group", "mean", "leave_one_out", "batch"] = Field(
-        default="auto", description="Baseline and scale of advantages; auto: as the objective prescribes."
+        default="auto", description="Baseline and scale of advantages; auto: what the objective prescribes."
     )
     truncated: Literal["keep", "zero", "mask"] = Field(
         default="keep", description="Truncated responses: train as usual, set advantage to 0, or leave out of the loss."
@@ -309,28 +313,26 @@ class ObjectiveSection(Section):
     kl: float = Field(
         default=0.0,
         ge=0,
-        description="Coefficient of the KL divergence from the reference; 0: none. docs/regularizers.md",
+        description="Coefficient of the KL divergence from the reference policy; 0: none. docs/regularizers.md",
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        default="k3", description="Estimator of that divergence; k1 where it is in the reward."
+        default="k3", description="Estimator of the KL divergence; k1 suits kl_in = reward."
     )
     kl_in: Literal["loss", "reward"] = Field(
-        default="loss", description="Where the divergence counts: per token in the loss, or per response in the reward."
+        default="loss", description="Where the KL counts: per token in the loss, or per response in the reward."
     )
     reference: str = Field(
-        default="initial", description="initial: version 0; base: the model without its adapter; or another model."
+        default="initial", description="initial (version 0), base (the model without its adapter), or another model."
     )
-    entropy_bonus: float = Field(
-        default=0.0, ge=0, description="Coefficient of the policy's entropy, which the loss rewards; 0: none."
-    )
+    entropy_bonus: float = Field(default=0.0, ge=0, description="Coefficient of the entropy bonus; 0: none.")
     reward_weights: dict[str, float] = Field(
         default_factory=dict,
-        description="Weights of a reward's named parts, whose weighted sum is then the reward; empty: its own value.",
+        description="Weights of the reward's parts, by name: the reward becomes their weighted sum; empty: it stays.",
     )
     overlong_tokens: int = Field(
         default=0, ge=0, description="Penalise responses that end within this many tokens of the limit; 0: none."
     )
-    overlong_penalty: float = Field(default=1.0, gt=0, description="The penalty at the limit, in units of reward.")
+    overlong_penalty: float = Field(default=1.0, gt=0, description="Penalty at the limit, in units of reward.")
 
     def _contradictions(self) -> Iterator[str]:
         if not self.kl and (self.reference != "initial" or self.kl_in != "loss" or self.kl_estimator != "k3"):
@@ -359,10 +361,10 @@ class OptimizerSection(Section):
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients with a larger norm are scaled down to it.")
     moments: Literal["float32", "bfloat16", "int8"] = Field(
-        default="float32", description="Precision of AdamW's moments; fewer bits save memory, docs/models.md."
+        default="float32", description="Precision of AdamW's moments; fewer bits save memory; docs/models.md."
     )
     step_control: Literal["none", "vcpo"] = Field(
-        default="none", description="vcpo: scale each step by the square root of its sequences' effective sample size."
+        default="none", description="Scale of each step; vcpo: √(effective sample size of its sequences)."
     )
 
 
@@ -375,11 +377,15 @@ class LearnerSection(Section):
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations instead of keeping them.")
     compile: Literal["auto", "always", "layers", "graphs", "never"] = Field(
         default="auto",
-        description="On a GPU, compile layers and record passes as CUDA graphs; layers, graphs: only one of the two; "
-        "auto: whichever pays off in a run of this length.",
+        description="On a GPU, compile layers and record CUDA graphs (always), only one of the two (layers, graphs), "
+        "or neither (never); auto: what pays off in a run of this length.",
     )
     keep_activations: float = Field(
-        default=1.0, ge=0, le=1, description="Fraction of activations that compiled layers may keep; less saves memory."
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Fraction of activations that compiled layers keep for the backward pass; lower saves memory, "
+        "costs time.",
     )
     parallel: Literal["auto", "replicated", "sharded"] = Field(
         default="auto",
@@ -387,11 +393,11 @@ class LearnerSection(Section):
     )
     offload: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="On a GPU, move the learner to host memory while generating, and free the sampler's weights while "
-        "learning; auto: if both do not fit.",
+        description="On a GPU, keep the trainer in host memory while generating, and the sampler's weights off the GPU "
+        "while training; auto: if both do not fit.",
     )
     record_tokens: bool = Field(
-        default=True, description="Record each token's log-probability at its update; the browser shows the ratios."
+        default=True, description="Record each token's log-probability at its update, for `stalewise serve`."
     )
 
 
@@ -405,12 +411,12 @@ class CheckpointSection(Section):
 class SuiteSection(Section):
     """One [[evaluation.suite]]: a held-out set with its own sampling; docs/evaluation.md."""
 
-    name: str = Field(default="", description="Name in tables; default: the task, or the file without its ending.")
+    name: str = Field(default="", description="Name in tables; default: the task, or the file without its extension.")
     task: str = Field(default="", description="A task, as in task.name; default: the run's own.")
-    file: str = Field(default="", description="JSONL file to evaluate on instead, in the form of the run's rows.")
+    file: str = Field(default="", description="JSONL file to evaluate on instead; same fields as the run's rows.")
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the task or the file.")
     prompts: int = Field(
-        default=0, ge=0, le=MOST_PROMPTS, description="Prompts; 0: all of a file, evaluation.prompts of a task."
+        default=0, ge=0, le=MOST_PROMPTS, description="Prompts; 0: a whole file, or evaluation.prompts of a task."
     )
     samples: int | None = Field(
         default=None, ge=1, le=MOST_RESPONSES, description="Responses per prompt; default: 4, or 1 if greedy."
@@ -418,7 +424,7 @@ class SuiteSection(Section):
     temperature: float = Field(default=1.0, ge=0, description="Sampling temperature; 0: greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling.")
     max_new_tokens: int | None = Field(
-        default=None, ge=1, le=MOST_TOKENS, description="Limit; default: sampler.max_new_tokens."
+        default=None, ge=1, le=MOST_TOKENS, description="Longest response in tokens; default: sampler.max_new_tokens."
     )
     every: int = Field(default=0, ge=0, description="Updates between evaluations; 0: only at the start and the end.")
 
@@ -432,7 +438,7 @@ class SuiteSection(Section):
 
     @property
     def label(self) -> str:
-        """Its name in tables."""
+        """The suite's name in tables."""
         return self.name or self.task or (PurePath(self.file).stem if self.file else "own task")
 
     @property
@@ -450,7 +456,7 @@ class EvaluationSection(Section):
         default=4, ge=1, le=MOST_RESPONSES, description="Sampled responses per prompt, at temperature 1."
     )
     suite: list[SuiteSection] = Field(
-        default_factory=list[SuiteSection], description="Further held-out sets, each a [[evaluation.suite]]."
+        default_factory=list[SuiteSection], description="Further held-out sets, one table [[evaluation.suite]] each."
     )
 
     def _contradictions(self) -> Iterator[str]:
@@ -463,20 +469,20 @@ class WorkersSection(Section):
     """Generation by several processes or machines; docs/workers.md."""
 
     learner: Literal["shares", "waits"] = Field(
-        default="shares", description="While workers generate, `train` generates too (shares) or only waits for them."
+        default="shares", description="While workers generate, `train` also generates (shares) or only waits (waits)."
     )
     lost_after_s: float = Field(
-        default=60.0, ge=0.5, description="Seconds without a heartbeat until a worker's shards go to another worker."
+        default=60.0, ge=0.5, description="Seconds without a heartbeat until other workers take its shards."
     )
 
 
 class StorageSection(Section):
     """Remote storage of rollouts and checkpoints, for machines without a shared file system; docs/workers.md."""
 
-    url: str = Field(default="", description="Any URL that fsspec opens, e.g. s3://bucket/run; empty: none.")
+    url: str = Field(default="", description="URL that fsspec can open, e.g. s3://bucket/run; empty: none.")
     options: dict[str, Any] = Field(
         default_factory=dict,
-        description='Arguments of the client, e.g. { endpoint_url = "http://localhost:9000" }; no secrets.',
+        description='Arguments of the storage client, e.g. { endpoint_url = "http://localhost:9000" }; no secrets.',
     )
 
     def _contradictions(self) -> Iterator[str]:
@@ -495,24 +501,35 @@ class ScheduleSection(Section):
     """When rollouts are generated."""
 
     kind: Literal["staged", "synchronous", "pipelined"] = Field(
-        default="staged", description="A few large stages; a fresh batch every few updates; or generation ahead."
+        default="staged", description="A few large stages, a new batch every few updates, or generation ahead."
     )
     updates: int = Field(default=128, ge=1, le=MOST_UPDATES, description="Optimizer updates of the whole run.")
-    stages: int | None = Field(default=None, ge=1, description="Stages of a staged run; default: 4.")
+    stages: int | None = Field(default=None, ge=1, description="Number of stages of a staged run; default: 4.")
     updates_per_generation: int | None = Field(
         default=None,
         ge=1,
         le=MOST_UPDATES,
-        description="Updates per generation batch (µ), synchronous or pipelined; default: 4.",
+        description="Updates per generation batch (µ) of a synchronous or pipelined run; default: 4.",
     )
-    lag: int | None = Field(default=None, ge=1, le=8, description="Generation batches that training lags; default: 1.")
-    generator_device: str | None = Field(default=None, description="Of a pipelined run; default: model.device.")
+    lag: int | None = Field(
+        default=None,
+        ge=1,
+        le=8,
+        description="Generation batches by which generation runs ahead of training; default: 1.",
+    )
+    generator_device: str | None = Field(
+        default=None, description="Device that generates in a pipelined run; default: model.device."
+    )
     end: Literal["count", "spent"] = Field(
         default="count",
-        description="A stage ends after its updates (count), or when its rollouts are too stale (spent).",
+        description="A stage ends after its planned updates (count), or when its rollouts are too stale (spent).",
     )
     spent_ess: float | None = Field(
-        default=None, gt=0, lt=1, description="For end = spent: the effective sample size that ends it; default: 0.9."
+        default=None,
+        gt=0,
+        lt=1,
+        description="For end = spent: a stage ends below this fraction of its first effective sample size; "
+        "default: 0.9.",
     )
 
     def _contradictions(self) -> Iterator[str]:
@@ -548,15 +565,19 @@ class ScheduleSection(Section):
 
 
 class GuardSection(Section):
-    """What happens when a run collapses; docs/control.md explains the detection."""
+    """The reaction to a collapse of the run; docs/control.md explains the detection."""
 
     action: Literal["off", "stop", "halve", "fresh", "both"] = Field(
         default="off",
-        description="Nothing; stop; or roll back to the last good checkpoint and halve the rate, refresh, or both.",
+        description="On collapse: off; stop; or roll back to the last good checkpoint and halve the learning rate "
+        "(halve), regenerate the rollouts (fresh), or both.",
     )
     rollbacks: int = Field(default=4, ge=1, description="Maximum number of rollbacks of a run.")
     fraction: float = Field(
-        default=0.9, gt=0, lt=1, description="Bad: reward or accuracy significantly below this fraction of the best."
+        default=0.9,
+        gt=0,
+        lt=1,
+        description="A policy is bad if its reward or accuracy is significantly below this fraction of the best.",
     )
     window: int = Field(default=8, ge=1, description="Consecutive updates on bad policies that count as a collapse.")
 
@@ -570,37 +591,3 @@ class PlanSection(Section):
     )
     risk: float = Field(default=0.05, gt=0, le=0.5, description="Largest probability of breaking each constraint.")
     strict: bool = Field(default=False, description="Refuse to train if the plan is not safe.")
-
-
-# What docs/control.md recommends, for every setting that a config does not set itself.
-RECIPES: dict[str, dict[str, dict[str, Any]]] = {
-    "none": {},
-    "auto": {
-        "objective": {"name": "mu_grpo"},
-        "schedule": {"end": "spent"},
-        "guard": {"action": "halve"},
-        "plan": {"learning_rate": "planned-if-calibrated"},
-        "optimizer": {"schedule": "cosine"},
-    },
-}
-WARM_UP_SHARE = 16  # with a recipe, one in so many updates is of the warm-up
-
-
-def with_recipe(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables of a config with the settings of its recipe filled in; a schedule with stages of its own is kept, and
-    so is a learning-rate schedule of its own.
-    """
-    filled = dict(record)
-    for table, settings in RECIPES.get(str(record.get("recipe", "none")), {}).items():
-        given = filled.get(table, {})
-        if not isinstance(given, Mapping):
-            continue
-        has_stages = given.get("kind", "staged") != "staged" or given.get("stages") is not None
-        if not (table == "schedule" and has_stages):
-            filled[table] = {**settings, **given}
-    optimizer, schedule = filled.get("optimizer"), filled.get("schedule", {})
-    if isinstance(optimizer, dict) and optimizer.get("schedule") == "cosine" and record.get("recipe") == "auto":
-        updates = schedule.get("updates") if isinstance(schedule, Mapping) else None
-        default = ScheduleSection.model_fields["updates"].default
-        optimizer.setdefault("warmup_updates", (updates if isinstance(updates, int) else default) // WARM_UP_SHARE)
-    return filled

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from stalewise.config import RunConfig, is_section
-from stalewise.config.sections import with_recipe
+from stalewise.config.run import with_recipe
 from stalewise.errors import TaskError, nearest
 from stalewise.tasks import TASKS
 from stalewise.tasks.base import load

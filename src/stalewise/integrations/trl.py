@@ -37,12 +37,10 @@ from stalewise.types import SamplerSettings
 
 PREFIX = "stalewise/"  # before the names of docs/metrics.md: TRL has an `entropy` of its own
 
-# Settings of TRL's own losses and advantages that are not used here: changing one is an error.
-UNREAD = (
-    *("beta", "delta", "entropy_coef", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type"),
-    *("multi_objective_aggregation", "off_policy_mask_threshold", "scale_rewards", "top_entropy_quantile"),
-    "use_adaptive_entropy",
-)
+# Settings of TRL's own losses and advantages that are not used here; changing one is an error.
+UNREAD = ("beta", "delta", "entropy_coef", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type")
+UNREAD += ("multi_objective_aggregation", "off_policy_mask_threshold", "scale_rewards", "top_entropy_quantile")
+UNREAD += ("use_adaptive_entropy",)
 # Settings of `generate` for which a forward pass gives the sampling distribution.
 UNTRUNCATED: Mapping[str, tuple[Any, ...]] = {
     "do_sample": (True,),
@@ -50,10 +48,8 @@ UNTRUNCATED: Mapping[str, tuple[Any, ...]] = {
     **{name: (None, least) for name, least in (("top_k", 0), ("min_p", 0.0), ("num_beams", 1))},
 }
 # Further inputs of the model's forward, by their names in TRL's micro-batches.
-EXTRA_INPUTS = (
-    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
-    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
-)
+EXTRA_INPUTS = ("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles")
+EXTRA_INPUTS += ("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids")
 
 
 log = logging.getLogger(__name__)
@@ -64,11 +60,11 @@ def check_directory(store: Any) -> None:
     if not isinstance(store, str | Path):
         raise ConfigError(f"store={store!r:.60} is not a path: name a directory")
     path = Path(store) / "rollouts"
-    found = next((place for place in (path, *path.parents) if os.path.lexists(place)), Path())
-    if not found.is_dir():
-        raise ConfigError(f"store={store}: {found} is a file: name a directory")
-    if not os.access(found, os.W_OK):
-        raise ConfigError(f"store={store}: {found} cannot be written: name another directory")
+    existing = next((parent for parent in (path, *path.parents) if os.path.lexists(parent)), Path())
+    if not existing.is_dir():
+        raise ConfigError(f"store={store}: {existing} is a file: name a directory")
+    if not os.access(existing, os.W_OK):
+        raise ConfigError(f"store={store}: {existing} cannot be written: name another directory")
 
 
 def _is_infinite_or_nan(value: Any) -> bool:
@@ -158,24 +154,24 @@ class StaleGRPOTrainer(GRPOTrainer):
         return SamplerSettings(name="trl-vllm" if self.use_vllm else "trl", precision=precision, **shape)
 
     def _noting(self, function: Any, name: str) -> Any:
-        """The reward function, with a warning where it returns what is neither a finite number nor None.
+        """Wrap a reward function: warn if it returns neither a finite number nor None.
 
-        TRL makes NaN of None, for "does not apply", so that it cannot tell them apart afterwards.
+        TRL turns None ("does not apply") into NaN, so the two cannot be told apart afterwards.
         """
 
-        def note(given: Any) -> list[Any]:
-            rewards = list(given)
-            wrong = {row: float(one) for row, one in enumerate(rewards) if _is_infinite_or_nan(one)}
+        def note(result: Any) -> list[Any]:
+            rewards = list(result)
+            wrong = {row: float(reward) for row, reward in enumerate(rewards) if _is_infinite_or_nan(reward)}
             self._warn(name, list(wrong.values()), len(rewards))
             self._not_finite.update(wrong)
             return rewards
 
-        async def call_later(**given: Any) -> list[Any]:
-            return note(await function(**given))
+        async def call_later(**arguments: Any) -> list[Any]:
+            return note(await function(**arguments))
 
         if isinstance(function, torch.nn.Module):
             return function
-        return call_later if is_async_callable(function) else lambda **given: note(function(**given))
+        return call_later if is_async_callable(function) else lambda **arguments: note(function(**arguments))
 
     @staticmethod
     def _warn(name: str, wrong: list[float], count: int) -> None:
@@ -186,13 +182,13 @@ class StaleGRPOTrainer(GRPOTrainer):
             )
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *arguments: Any) -> Tensor:
-        """Rewards of all ranks, [N, functions]. A completion with a reward that is not finite has none at all."""
+        """Rewards of all ranks, [N, functions]. A completion with a non-finite reward loses all its rewards."""
         self._not_finite.clear()
         reward_NF = super()._calculate_rewards(inputs, *arguments)
         wrong_B = torch.tensor([row in self._not_finite for row in range(len(inputs))], device=reward_NF.device)
         wrong_N = self.accelerator.gather(wrong_B)
         for column, function in enumerate(self.reward_funcs):
-            if isinstance(function, torch.nn.Module):  # which never returns None
+            if isinstance(function, torch.nn.Module):  # a reward model never returns None
                 unknown_N = ~reward_NF[:, column].isfinite()
                 wrong_N |= unknown_N
                 self._warn(self.reward_func_names[column], reward_NF[unknown_N, column].tolist(), len(reward_NF))

@@ -74,7 +74,7 @@ class RolloutWriter:
     def _drafts(self, inputs: Sequence[Mapping[str, Any]], output: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The rollouts of this rank as plain Python, to be gathered."""
         drafts: list[dict[str, Any]] = []
-        for row, given in enumerate(inputs):
+        for row, source in enumerate(inputs):
             prompt_ids = output["prompt_ids"][row][output["prompt_mask"][row].bool()].tolist()
             is_token = output["completion_mask"][row].bool()
             response_ids = output["completion_ids"][row][is_token].tolist()
@@ -88,7 +88,7 @@ class RolloutWriter:
                 logp = [value if own else 0.0 for value, own in zip(logp, is_own, strict=True)]
             drafts.append(
                 {
-                    "prompt_id": str(given.get("prompt_id", f"{TASK}/{digest[:16]}")),
+                    "prompt_id": str(source.get("prompt_id", f"{TASK}/{digest[:16]}")),
                     "prompt_ids": tuple(prompt_ids),
                     "response_ids": tuple(response_ids),
                     "behaviour_logp": tuple(logp),
@@ -100,7 +100,7 @@ class RolloutWriter:
         return drafts
 
     def _next(self) -> tuple[int, int]:
-        """Number of the next generation batch, and its first rollout id, which starts a group."""
+        """The number of the next generation batch, and its first rollout id, a multiple of the group size."""
         present = store.batch_directories(self.directory / "rollouts")
         number = store.parse_batch_name(present[-1]).generation_batch + 1 if present else 0
         manifests = [store.read_batch_manifest(path) for path in present if store.is_committed(path)]

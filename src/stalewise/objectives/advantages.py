@@ -69,7 +69,8 @@ def group_advantages(
     mean_P = reward_N.new_zeros(groups).index_add(0, group_N, reward_N) / size_P
     centred_N = reward_N - mean_P[group_N]
     spread_P = _group_spread(reward_N, group_N, groups)
-    # By the spread, not the std: the mean of eight rewards of 0.1 is rounded, and gives a tiny, scaled-up advantage.
+    # Tested by the spread, not the std: the mean of eight rewards of 0.1 is rounded, which would leave tiny differences
+    # that the division scales up.
     degenerate_P = spread_P == 0
 
     if kind == "group":

@@ -213,7 +213,7 @@ def sequence_weights(tokens: Tokens) -> WeightSums:
 
 def anchor_weights(tokens: Tokens) -> AnchorSums:
     """Token weights against the behaviour and against the proximal policy."""
-    assert tokens.proximal_logp_BT is not None  # the registry has refused the call otherwise
+    assert tokens.proximal_logp_BT is not None  # checked by the registry
     proximal = WeightSums.of(tokens.logp_BT - tokens.proximal_logp_BT, tokens.mask_BT)
     return AnchorSums(behaviour_weights(tokens), proximal)
 

@@ -12,7 +12,7 @@ from stalewise.objectives.batch_statistics import WeightSums, behaviour_weights,
 from stalewise.objectives.regularizers import kl_estimate
 from stalewise.objectives.tokens import Tokens, host_list
 
-# By the name of each mean: a sum and the count it is divided by.
+# For each mean, by name: the sum, and the count that it is divided by.
 MEANS = {
     "ratio_mean_positive": ("ratio_positive", "tokens_positive"),
     "ratio_mean_negative": ("ratio_negative", "tokens_negative"),
@@ -97,7 +97,7 @@ def token_sums(
     """
     log_ratio_BT = tokens.log_ratio_BT.detach()
     ratio_BT = log_ratio_BT.exp()
-    # An infinite ratio would make every mean infinite: such tokens are counted as `nonfinite` and are in no other sum.
+    # An infinite ratio would make every mean infinite: such tokens count only as `nonfinite`, in no other sum.
     finite_BT = tokens.mask_BT & ratio_BT.isfinite() & log_ratio_BT.isfinite()
     log_ratio_BT = log_ratio_BT.where(finite_BT, 0.0)
     excess_BT = torch.expm1(log_ratio_BT)  # r − 1 without cancellation

@@ -51,7 +51,7 @@ def evaluate(
         reference_logp: [B, T] under the reference policy, for `regularizers` with a KL divergence.
         params: parameters of the objective; docs/objectives.md lists them.
         denominator: divisor of the summed loss; None: the response tokens of this batch (gspo: its responses).
-        regularizers: terms that the loss of every token gets; docs/regularizers.md.
+        regularizers: terms added to the loss of every token; docs/regularizers.md.
         entropy: [B, T] of the policy's distribution at each token, for an entropy bonus.
 
     Raises:
@@ -79,8 +79,7 @@ def evaluate(
     elif not bool(torch.as_tensor(denominator).isfinite().all()) or float(denominator) <= 0:
         raise ValueError(f"denominator is {float(denominator)}; expected a positive number")
     batch = objective.first_pass(tokens, settings)
-    added = regularizers, entropy
-    loss, token_loss = micro_batch_loss(objective, tokens, batch, settings, denominator, *added)
+    loss, token_loss = micro_batch_loss(objective, tokens, batch, settings, denominator, regularizers, entropy)
     return ObjectiveResult(loss, micro_batch_sums(tokens, token_loss, entropy).summary())
 
 
@@ -93,7 +92,7 @@ def micro_batch_loss(
     regularizers: Regularizers = NONE,
     entropy_BT: Tensor | None = None,
 ) -> tuple[Tensor, TokenLoss]:
-    """The micro-batch's part of the loss, and the objective's loss per token, which the first has with regularizers.
+    """Return this micro-batch's part of the loss, regularizers included, and the objective's own loss per token.
 
     Does not synchronise with the device.
     """

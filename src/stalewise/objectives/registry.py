@@ -34,8 +34,8 @@ Settings = Mapping[str, Any]  # every parameter of one objective, with defaults 
 class Objective:
     """One row of the table.
 
-    `measure` is phase one (None: the objective needs no statistics of the whole batch). The fields below `reduction`
-    are what the method prescribes outside of its loss; the trainer follows them.
+    `measure` is phase one (None: the objective needs no statistics of the whole batch). `reduction` and the fields
+    after it are prescriptions of the method outside of its loss, which the trainer follows.
     """
 
     name: str
@@ -207,7 +207,7 @@ def register_objective(function: Callable[..., Any] | None = None, *, name: str 
 
 
 def _checked_loss(result: Any, tokens: Tokens, name: str) -> TokenLoss:
-    """What a program's objective returned, as a TokenLoss; it must have one loss per token, with a gradient."""
+    """Check the result of a program's objective and make a TokenLoss of it: one loss per token, with a gradient."""
     if not isinstance(result, TokenLoss):
         if not isinstance(result, Tensor):
             raise ValueError(f"objective {name} returned {type(result).__name__}: expected a tensor or a TokenLoss")

@@ -1,4 +1,4 @@
-"""What is added to any objective: a divergence from a reference policy, an entropy bonus, and shaped rewards.
+"""Terms that are added to any objective: a divergence from a reference policy, an entropy bonus, and shaped rewards.
 
 ℓ is the policy's log-probability of a token, f that of the reference, H the entropy of the policy's distribution at the
 token. All are pure functions; a coefficient of 0 adds nothing, and leaves the objective as it is to the last bit.
@@ -20,19 +20,14 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 @dataclass(frozen=True, slots=True)
 class Regularizers:
-    """Coefficients of the terms that every token's loss gets."""
+    """Coefficients of the terms that are added to every token's loss."""
 
-    kl: float = 0.0  # of the divergence from the reference
+    kl: float = 0.0  # coefficient of the divergence from the reference
     estimator: KLEstimator = "k3"
-    entropy: float = 0.0  # of the entropy, which is subtracted
-
-    @property
-    def are_on(self) -> bool:
-        """Whether the loss has any of these terms."""
-        return bool(self.kl or self.entropy)
+    entropy: float = 0.0  # coefficient of the entropy, which is subtracted
 
     def add_to(self, loss_BT: Tensor, tokens: Tokens, entropy_BT: Tensor | None) -> Tensor:
-        """loss + kl · KL(ℓ, f) − entropy · H, token by token; reduced with the loss, so no split changes a gradient."""
+        """loss + kl · KL(ℓ, f) − entropy · H per token. The terms are reduced with the loss, so no split changes it."""
         if self.kl:
             if tokens.reference_logp_BT is None:
                 raise ValueError("reference_logp is None; a KL divergence from a reference expects a tensor [B, T]")
@@ -68,7 +63,7 @@ def kl_of_responses(
     logp: np.ndarray, reference_logp: np.ndarray, offsets: np.ndarray, estimator: KLEstimator = "k1"
 ) -> np.ndarray:
     """Σ_t of the estimate over the tokens of each response [R]; response i has tokens `offsets[i] : offsets[i + 1]`."""
-    policy, reference = (torch.from_numpy(values.astype(np.float64)) for values in (logp, reference_logp))
+    policy, reference = (torch.as_tensor(values.astype(np.float64)) for values in (logp, reference_logp))
     estimates = kl_estimate(policy, reference, estimator).numpy()
     totals = np.concatenate([[0.0], np.cumsum(estimates)])
     return totals[offsets[1:]] - totals[offsets[:-1]]

@@ -23,7 +23,7 @@ M2POVariant = Literal["paper", "released"]
 VetoScope = Literal["suffix", "post", "trigger", "sequence"]
 Anchors = Literal["separate", "mixture"]
 
-LEAST_WEIGHT = 1e-30  # of a policy in a mixture: the log of 0 has no gradient
+LEAST_WEIGHT = 1e-30  # smallest weight of a policy in a mixture: the log of 0 has no gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +100,10 @@ def m2po(
     else:
         clip_above = batch.clip_above()
         clipped_BT = harmful_BT & ~(square_BT <= clip_above)
-        # The token that set τ is exactly on the kink of the clip: it gets the mean of the slopes on both sides, ½.
+        # The token that determines τ is exactly on the kink of the clip: it gets the mean of both slopes, ½.
         kink_BT = harmful_BT & (square_BT == clip_above)
         log_ratio_BT = torch.where(kink_BT, (log_ratio_BT + log_ratio_BT.detach()) / 2, log_ratio_BT)
-        # If nothing is clipped τ is inf and e^τ · 0 would be NaN; no token reads the bound then.
+        # If nothing is clipped, τ is inf and e^τ · 0 would be NaN; then no token uses the bound.
         tau = torch.where(clip_above.isfinite(), clip_above.sqrt(), 0.0).to(square_BT.dtype)
         bound_BT = (tau * tokens.advantage_BT.sign()).exp()
     return _bounded(tokens, log_ratio_BT, clipped_BT, bound_BT)
@@ -149,7 +149,7 @@ def p3o(tokens: Tokens, batch: WeightSums, *, k3_clamp: float = 0.0) -> TokenLos
 def p3o_two_anchor(
     tokens: Tokens, batch: AnchorSums, *, anchors: Anchors = "separate", k3_clamp: float = 0.0
 ) -> TokenLoss:
-    """P3O with a second ESS against the proximal policy: the smaller is the cap on r.
+    """P3O with a second ESS, relative to the proximal policy; the smaller ESS is the cap on r.
 
     `separate`: each policy has a trust region, (1 − ESS_b)·k3(b) + (1 − ESS_p)·k3(p). `mixture`: one region around the
     mixture of both, weighted by 1 − ESS of each, (1 − min(ESS_b, ESS_p))·k3(mixture).
@@ -229,5 +229,5 @@ def _vetoed(tokens: Tokens, trigger_BT: Tensor, scope: VetoScope) -> Tensor:
 
 
 def _proximal(tokens: Tokens) -> Tensor:
-    assert tokens.proximal_logp_BT is not None  # the registry has refused the call otherwise
+    assert tokens.proximal_logp_BT is not None  # checked by the registry
     return tokens.proximal_logp_BT

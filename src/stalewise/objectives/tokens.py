@@ -24,8 +24,8 @@ class Tokens:
     advantage_B: Tensor  # one per sequence, constant
     mask_BT: Tensor  # bool, True on response tokens
     log_ratio_BT: Tensor  # logp − behaviour_logp
-    proximal_logp_BT: Tensor | None = None  # of the last snapshot, for decoupled objectives
-    reference_logp_BT: Tensor | None = None  # of the reference policy, where there is one
+    proximal_logp_BT: Tensor | None = None  # the last snapshot of the policy, for decoupled objectives
+    reference_logp_BT: Tensor | None = None  # the reference policy, if there is one
 
     @property
     def advantage_BT(self) -> Tensor:

@@ -31,7 +31,7 @@ from stalewise.config.run_directory import (
     REFERENCE_FILE,
     RESOLVED,
     all_changes,
-    flat,
+    flatten,
     read_config,
     read_fork,
 )
@@ -115,7 +115,7 @@ def _changed_config(
     """The config of the fork; ConfigError for settings that a fork cannot change."""
     before = recorded.model_dump(mode="json")
     record = json.loads(json.dumps(before))
-    known = {*flat(RunConfig().model_dump(mode="json")), *flat(record)}
+    known = {*flatten(RunConfig().model_dump(mode="json")), *flatten(record)}
     for key in unset:
         if key not in known:
             raise ConfigError(f"--unset {key}: there is no such setting; {nearest(key, known)}")

@@ -17,7 +17,7 @@ import torch
 
 from stalewise import __version__
 from stalewise.config import RunConfig, make_config
-from stalewise.config.run_directory import RunResult, flat, read_result
+from stalewise.config.run_directory import RunResult, flatten, read_result
 from stalewise.config.sections import ModelSection, ObjectiveSection
 from stalewise.distributed import ALONE, Message, Ranks, explain_lost_ranks, join, launched
 from stalewise.errors import ConfigError, RankError, StalewiseError, StoppedByFirst, StoreError
@@ -221,7 +221,7 @@ def _facts(config: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Values that must be equal on all ranks."""
     manifests = [checkpoint_directory(directory, found) / "manifest.json" for found in versions(directory)[-1:]]
     return {
-        **flat(config),
+        **flatten(config),
         "the release of stalewise": __version__,
         "the release of Python": platform.python_version(),
         **{f"the release of {package}": version(package) for package in ("torch", "transformers", "numpy")},

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from stalewise.config import RunConfig
-from stalewise.config.run_directory import flat
+from stalewise.config.run_directory import flatten
 from stalewise.config.sections import ModelSection
 from stalewise.errors import CalibrationError
 from stalewise.models import resolve_model
@@ -88,7 +88,7 @@ def identity_of_config(config: RunConfig) -> CalibrationIdentity:
     if config.objective.reference not in ("initial", "base"):
         kept["objective"]["reference"] = fingerprint(resolve_model(config.objective.reference, config.task.name))
     kept["sampler"] = {key: record["sampler"][key] for key in SAMPLING}
-    return CalibrationIdentity(flat(kept))
+    return CalibrationIdentity(flatten(kept))
 
 
 def fingerprint(source: str) -> str:

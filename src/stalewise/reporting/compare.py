@@ -21,11 +21,11 @@ from stalewise.errors import StalewiseError, StoreError, nearest
 from stalewise.reporting.read import UNIMPORTANT, Run, differing_keys, read_run, read_runs
 from stalewise.types import Prompt
 
-MOST_TEXTS = 4096  # held-out prompts of a task without an end
-FEWEST_PROMPTS = 2  # in common; one alone shows no spread
+MOST_TEXTS = 4096  # held-out prompts whose texts are looked up
+FEWEST_PROMPTS = 2  # that both sides must share, since one prompt has no spread
 NORMAL_95 = 1.96  # half-width of a 95% interval in standard errors
-FEWEST_EVALUATIONS = 3  # of a curve of accuracy against time
-# What counts as work, and by which factor it may differ and still be equal. Tokens vary with the responses.
+FEWEST_EVALUATIONS = 3  # points that a curve of accuracy against time must have
+# The measures of work, and by which factor each may differ and still count as equal. Tokens vary with the responses.
 WORK = {"updates": 1.02, "rollouts": 1.02, "response tokens": 1.1}
 FRACTIONS = {2: "half", 3: "a third", 4: "a quarter"}
 
@@ -38,8 +38,8 @@ class ComparisonSide:
 
     name: str
     runs: list[str]
-    accuracy: statistics.Interval  # of the last evaluated policies
-    seconds: float  # of training, mean over the runs
+    accuracy: statistics.Interval  # accuracy of the last evaluated policies
+    seconds: float  # training time, mean over the runs
     seconds_to_accuracy: float | None  # until A's final accuracy, see `_speed`; None: unknown
     work: dict[str, float] = field(default_factory=dict)  # until the evaluated policy, mean over the runs
 
@@ -51,11 +51,11 @@ class RunComparison:
     task: str
     a: ComparisonSide
     b: ComparisonSide
-    difference: statistics.Interval  # of final accuracies, B − A
+    difference: statistics.Interval  # difference of final accuracies, B − A
     probability_better: float  # share of the resamples in which B is better
     method: str
     prompts: int
-    settings: dict[str, list[list[Any]]]  # that differ: values of A, values of B
+    settings: dict[str, list[list[Any]]]  # settings that differ: values of A, values of B
     speed: str  # which side reaches the same accuracy earlier
     notes: list[str] = field(default_factory=list)
 
@@ -129,24 +129,26 @@ def compare(a: Sequence[Path], b: Sequence[Path]) -> RunComparison:
 
 
 def work_of(run: Run) -> dict[str, float]:
-    """What was spent on the last evaluated policy, with what was rolled back; NaN where it is not recorded."""
+    """Work spent on the last evaluated policy, rolled-back work included; NaN where it is not recorded."""
     version = run.evaluations[-1]["version"]
     of_policy = run.column("rollouts")[run.column("update")[: len(run.column("rollouts"))] < version]
-    rolled_back = [one.metrics.get("rollouts", np.empty(0)) for one in run.rollbacks]
+    rolled_back = [rollback.metrics.get("rollouts", np.empty(0)) for rollback in run.rollbacks]
     rollouts = float(np.nansum(np.concatenate([of_policy, *rolled_back]))) if len(of_policy) else math.nan
     batches = [batch for batch in run.batches if batch.version < version]
-    tokens = sum(batch.tokens for batch in [*batches, *(batch for one in run.rollbacks for batch in one.batches)])
+    tokens = sum(
+        batch.tokens for batch in [*batches, *(batch for rollback in run.rollbacks for batch in rollback.batches)]
+    )
     values = (version + run.updates_rolled_back, rollouts, tokens if batches else math.nan)
     return dict(zip(WORK, map(float, values), strict=True))
 
 
 def _mean_work(runs: Sequence[Run]) -> dict[str, float]:
     work = [work_of(run) for run in runs]
-    return {name: float(np.mean([one[name] for one in work])) for name in WORK}
+    return {name: float(np.mean([amounts[name] for amounts in work])) for name in WORK}
 
 
 def unequal_work(one: Mapping[str, float], other: Mapping[str, float]) -> str:
-    """What one side did more or less of than the other; empty where they did the same work.
+    """Describe in which measures the work of two sides differs; empty if they did the same work.
 
     >>> unequal_work({"updates": 384.0, "rollouts": 512.0}, {"updates": 128.0, "rollouts": 512.0})
     '384 updates against 128'
@@ -157,7 +159,7 @@ def unequal_work(one: Mapping[str, float], other: Mapping[str, float]) -> str:
 
 
 def describe_speed(ratio: float) -> str:
-    """How fast something is, in words that need no second reading.
+    """A ratio of speeds in words.
 
     >>> [describe_speed(ratio) for ratio in (2.667, 1.03, 0.52, 0.7)]
     ['2.7 times as fast', 'about as fast', 'half as fast', 'it took 1.4 times as long']
@@ -293,9 +295,9 @@ def flips(directory: Path, before: int | None = None, after: int | None = None, 
     gained against lost prompts.
     """
     run = read_run(directory)
-    records = [one for one in run.suites if one["suite"] == suite] if suite else run.evaluations
+    records = [record for record in run.suites if record["suite"] == suite] if suite else run.evaluations
     if suite and not records:
-        known = nearest(suite, {one["suite"] for one in run.suites}) if run.suites else "the run has none"
+        known = nearest(suite, {record["suite"] for record in run.suites}) if run.suites else "the run has none"
         raise StoreError(f"{directory} has no evaluation on a suite {suite!r}; {known}")
     scores = {record["version"]: prompt_scores(record) for record in records if record.get("by_prompt")}
     if len(scores) < 2:
@@ -348,7 +350,8 @@ def held_out_prompts(directory: Path, suite: str = "") -> dict[str, Prompt]:
     """Held-out prompts by id, where their task can still be made from the config."""
     try:
         config = read_config(directory)
-        task = config.prompts_task(next((one for one in config.evaluation.suite if one.label == suite), None))
+        section = next((section for section in config.evaluation.suite if section.label == suite), None)
+        task = config.prompts_task(section)
         return {prompt.prompt_id: prompt for prompt in task.evaluation_prompts(MOST_TEXTS)}
     except StalewiseError:
         return {}
@@ -365,7 +368,7 @@ def sign_test(gained: int, lost: int) -> float:
 
 
 def _speed(a: Sequence[Run], b: Sequence[Run], names: Sequence[str], margin: float) -> tuple[list[float | None], str]:
-    """When each side reached A's final accuracy less `margin`, and that as a sentence."""
+    """When each side reached A's final accuracy minus `margin`, and a sentence about it."""
     unknown = "speed at equal accuracy is unknown"
     curves = [mean_curve(side) for side in (a, b)]
     for name, (seconds, _) in zip(names, curves, strict=True):

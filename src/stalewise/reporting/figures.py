@@ -19,7 +19,7 @@ LONGEST_CURVE = 1000  # points; a chart is about 600 pixels wide
 BUCKETS = 500
 FEW_POINTS = 32  # up to this number, every update gets a marker
 MOST_STAGE_LINES = 8
-LOG_TICKS = ((2.0, 1), (0.7, "D2"))  # above this many decades: powers of ten; also 2 and 5 times these
+LOG_TICKS = ((2.0, 1), (0.7, "D2"))  # above 2 decades: powers of ten; above 0.7: also 2 and 5 times these
 X_TITLE = "update (count, from 0)"
 TIME_TITLE = "training time (seconds)"
 
@@ -134,7 +134,7 @@ def series_of(run: Run, chart: Chart, key: str) -> list[MetricSeries]:
     """The values of one metric of a run, followed by those of its rollbacks."""
     parts = [(run.metrics, run.evaluations, run.clock, False)]
     parts += [(rollback.metrics, rollback.evaluations, rollback.clock, True) for rollback in run.rollbacks]
-    found: list[MetricSeries] = []
+    known_series: list[MetricSeries] = []
     for metrics, evaluations, clock, is_rolled_back in parts:
         if key == ACCURACY:
             versions = [record["version"] for record in evaluations]
@@ -150,8 +150,8 @@ def series_of(run: Run, chart: Chart, key: str) -> list[MetricSeries]:
             spread = None if error is None else (NORMAL_95 * error, NORMAL_95 * error)
             series = MetricSeries(x[: len(y)], y, spread, is_rolled_back)
         if (np.isfinite(series.x) & np.isfinite(series.y)).any():
-            found.append(series)
-    return found
+            known_series.append(series)
+    return known_series
 
 
 def style_of(run: int, metric: int, *, is_single: bool) -> LineStyle:
@@ -239,11 +239,11 @@ def as_json(figure: go.Figure) -> dict[str, Any]:
 
 
 MOST_BARS = 16  # in all charts of stages together
-FEWEST_BARS = 4  # in each of them
+FEWEST_BARS = 4  # in each chart of stages
 LONGEST_LABEL = 16  # characters; more would leave no room for the bar on a phone
 COLOUR_LIST = ("#3b82d6", "#2b9664", "#cf6f17", "#c9589a", "#8a63d2", "#7f8a94")
 BAR_COLOURS: dict[str, str] = dict(zip((*ACTIVITIES, IDLE), COLOUR_LIST, strict=True))
-PATTERNS = {"wait": "/", IDLE: "."}  # what is no work is also told apart without colour
+PATTERNS = {"wait": "/", IDLE: "."}  # waiting and idle time have patterns, not only colours
 
 TimeBar = tuple[str, Mapping[str, float]]  # label, seconds by activity
 

@@ -12,7 +12,6 @@ from typing import Any
 from stalewise import store
 from stalewise.config.run_directory import read_config, read_fork, read_result
 from stalewise.errors import StoreError
-from stalewise.errors import visible as visible  # where the other modules of this room look for it
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.store.records import EVALUATION, JOURNAL, SOURCES, read_record, read_records
 from stalewise.store.reward_versions import FIRST, BatchRewards, reward_versions
@@ -40,7 +39,7 @@ def inspect_run(directory: str | Path, *, verify: bool = False) -> dict[str, Any
         "evaluations": read_records(directory / "eval.jsonl", EVALUATION),
         "seconds": read_result(directory, updates).seconds,
         "fork": {key: value for key, value in read_fork(directory).items() if key not in ("format", "schedule")},
-        "rewards": [{"name": one.name, **one.record} for one in reward_versions(directory)],
+        "rewards": [{"name": version.name, **version.record} for version in reward_versions(directory)],
         "rewards_used": sorted(set(rewards_used(directory).values())) or [FIRST],
         "config_changes": [
             line for line in read_records(directory / "journal.jsonl", JOURNAL) if line["event"] == "config"
@@ -55,7 +54,7 @@ def _sources(directory: Path) -> list[dict[str, Any]]:
 
 
 def rewards_used(directory: Path) -> dict[int, str]:
-    """The version of the rewards that a run learned from, by generation batch, where it is not the first."""
+    """The version of the rewards that a run used, by generation batch; batches with the first version are left out."""
     named = enumerate(_sources(directory))
     return {number: batch["rewards"] for number, batch in named if "rewards" in batch}
 
@@ -107,12 +106,12 @@ def inspect_group(directory: str | Path, group: int) -> list[dict[str, Any]]:
 
 
 def _inspect(directory: Path, column: str, wanted: int, what: str) -> list[dict[str, Any]]:
-    """Rollouts with this value in the first batch that has any: ids of several sources may coincide."""
+    """Rollouts with this value in the first batch that has any, since ids of several sources may coincide."""
     committed = [path for _, path in numbered_batches(directory) if store.is_committed(path)]
     for path in committed:
         batch = store.open_batch(path, verify=False)
         if (batch.column(column) == wanted).any():
-            store.open_batch(path)  # what is shown was compared with its checksums
+            store.open_batch(path)  # compares the checksums before anything is shown
             rollouts = [rollout for rollout in batch.iter_rollouts() if getattr(rollout, column) == wanted]
             return [describe_rollout(directory, rollout, path) for rollout in rollouts]
     shards = [shard for path in committed for shard in store.read_batch_manifest(path).shards]
@@ -158,15 +157,19 @@ def describe_rollout(directory: Path, rollout: Rollout, path: Path) -> dict[str,
 def other_rewards(batch: Path, rollout_id: int) -> dict[str, dict[str, Any]]:
     """The rewards that `rescore` gave a rollout, by the names of their versions."""
     return {
-        name: {"reward": one.value, "reward_parts": dict(one.parts), "reward_error": one.error}
-        for name, one in ((name, rewards.reward(rollout_id)) for name, rewards in rescored(batch).items())
+        name: {"reward": reward.value, "reward_parts": dict(reward.parts), "reward_error": reward.error}
+        for name, reward in ((name, rewards.reward(rollout_id)) for name, rewards in rescored(batch).items())
     }
 
 
 def rescored(batch: Path) -> dict[str, BatchRewards]:
     """The further rewards of a batch by the names of their versions, in the run that made it."""
     manifest, versions = store.read_batch_manifest(batch), reward_versions(batch.resolve().parent.parent)
-    return {one.name: one.rewards_of(manifest, batch) for one in versions if batch.name in one.record["batches"]}
+    return {
+        version.name: version.rewards_of(manifest, batch)
+        for version in versions
+        if batch.name in version.record["batches"]
+    }
 
 
 def load_tokenizer(run: Path) -> Any:
@@ -184,10 +187,10 @@ def load_tokenizer(run: Path) -> Any:
 def pass_counts(
     run: Path, *, stage: str = "all", passing: float = 1.0
 ) -> Iterator[tuple[str, str, dict[str, tuple[int, int]]]]:
-    """Of each generation batch: a checksum, its name, and by prompt id how many rollouts passed, of how many.
+    """Yield a checksum, a name, and counts by prompt id (passed, total) for each generation batch.
 
-    `stage` is `all`, `first` or `last`; a rollout passes with a reward of at least `passing`, and one without a reward
-    does not count.
+    `stage` is `all`, `first` or `last`. A rollout passes with a reward of at least `passing`; rollouts without a reward
+    do not count.
     """
     batches = list(filter(store.is_committed, store.batch_directories(run / "rollouts")))
     if not batches:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from stalewise.config import RunConfig
-from stalewise.reporting.inspection import visible
+from stalewise.errors import visible
 from stalewise.types import NullCallback, ProgressCallback, report_evaluation
 
 UNITS = {"generate": "rollouts", "wait": "rollouts", "learn": "updates", "evaluate": "responses"}

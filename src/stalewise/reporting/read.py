@@ -1,4 +1,4 @@
-"""Reads run directories into plain records, in whatever state the runs are. Opens no shard and no checkpoint."""
+"""Reads run directories into plain records, in any state of a run. Opens no shard and no checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stalewise.config import ScheduleSection
-from stalewise.config.run_directory import FORK, NOTES, RESOLVED, read_fork, read_resolved, schedule_of
+from stalewise.config.run_directory import FORK, NOTES, RESOLVED, flatten, read_fork, read_resolved, schedule_of
 from stalewise.errors import StoreError
 from stalewise.staleness.schedule import Schedule
 from stalewise.store import BatchManifest, batch_directories, committed_shards, read_batch_manifest
@@ -64,7 +64,7 @@ def seconds_by_stage(journal: Sequence[Record], stage_of: StageOf) -> StageSecon
 
 
 def add_uncommitted(spent: StageSeconds, metrics: Mapping[str, Column], committed: int, stage_of: StageOf) -> None:
-    """Add the updates since the last checkpoint: the journal gets `learn` with the next one."""
+    """Add the updates since the last checkpoint, which the journal records only with the next checkpoint."""
     for update, seconds in _uncommitted(metrics, committed):
         _add(spent, stage_of(update), "learn", seconds)
 
@@ -125,7 +125,7 @@ def _uncommitted(metrics: Mapping[str, Column], committed: int) -> list[tuple[in
     return [(int(update), seconds) for update, seconds in pairs if update >= committed]
 
 
-MOST_NOTES = 3  # on one file
+MOST_NOTES = 3  # notes about the damage of one file
 # Config keys that do not change the results.
 UNIMPORTANT = frozenset({"format", "name", "runs", "trackers", "task.max_unscored", "evaluation.suite"})
 
@@ -143,14 +143,14 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The records of a run directory. Empty where the run has not got that far."""
+    """The records of a run directory. Fields are empty if the run has not got that far."""
 
     directory: Path
     label: str  # unique on the page
     config: dict[str, Any]  # dotted keys
     environment: dict[str, Any]
     schedule: Schedule  # as planned
-    planned_updates: int  # of the schedule, or of the rollouts given to `stalewise learn`
+    planned_updates: int  # from the schedule, or from the rollouts given to `stalewise learn`
     metrics: dict[str, Column]  # by key, one value per recorded update; NaN where a record lacks the key
     evaluations: list[dict[str, Any]]  # by version
     batches: list[BatchManifest]  # committed, in order of generation
@@ -159,7 +159,7 @@ class Run:
     stages: dict[int, dict[str, Any]]  # by generation batch, where stages end when their data is spent
     rollbacks: list[Rollback]
     spent: StageSeconds
-    generator: StageSeconds  # of the second process of a pipelined run
+    generator: StageSeconds  # time of the second process of a pipelined run
     clock: Column  # seconds of training until the end of each recorded update
     committed: int  # updates covered by the newest checkpoint, according to the journal
     notes: list[str] = field(default_factory=list)  # what was left out while reading
@@ -300,8 +300,8 @@ def read_run(directory: Path, label: str | None = None) -> Run:
     return Run(
         directory=directory,
         label=label or directory.resolve().name,
-        config=_without_place(flatten(config)),
-        environment=flatten(_json_or_empty(directory / "environment.json", notes)),
+        config=_without_place(flatten(config, keep_empty=True)),
+        environment=flatten(_json_or_empty(directory / "environment.json", notes), keep_empty=True),
         schedule=schedule,
         planned_updates=sum(batch["updates"] for batch in sources) or schedule.updates,
         metrics=metrics,
@@ -362,7 +362,7 @@ def _json_or_empty(path: Path, notes: list[str], schema: RecordSchema = ANY) -> 
 
 
 def unreadable(path: Path, error: OSError) -> str:
-    """The message for a file that the system does not let us read."""
+    """Error message for a file that cannot be read."""
     return f"cannot read {path}: {error.strerror or error}"
 
 
@@ -440,16 +440,8 @@ def verifier_errors(run: Run) -> Counter[str]:
     return +kinds
 
 
-def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys; an empty table is a value."""
-    flat: dict[str, Any] = {}
-    for key, value in record.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return flat
-
-
 def _without_place(config: dict[str, Any]) -> dict[str, Any]:
-    """Rows and models that the run copied, under names made of their content: equal in all runs that have the same."""
+    """Shorten paths of copied data and models to names made of their content, which are equal in all runs."""
     own = f"{config.get('runs')}/{config.get('name')}/"
     copies = (f"{own}data/", f"{own}model-")
     return {k: v.removeprefix(own) if isinstance(v, str) and v.startswith(copies) else v for k, v in config.items()}

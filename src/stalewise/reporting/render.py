@@ -16,6 +16,7 @@ from plotly.offline import get_plotlyjs, get_plotlyjs_version
 
 from stalewise import __version__
 from stalewise.config import RunConfig
+from stalewise.config.run_directory import flatten
 from stalewise.errors import StoreError
 from stalewise.reporting.compare import flips_of
 from stalewise.reporting.figures import (
@@ -34,7 +35,7 @@ from stalewise.reporting.figures import (
     series_of,
     style_of,
 )
-from stalewise.reporting.read import ACTIVITIES, IDLE, UNIMPORTANT, Run, differing_keys, flatten, read_runs
+from stalewise.reporting.read import ACTIVITIES, IDLE, UNIMPORTANT, Run, differing_keys, read_runs
 from stalewise.reporting.summary import (
     CHART_SECTIONS,
     Chart,
@@ -49,8 +50,8 @@ from stalewise.reporting.summary import (
 )
 from stalewise.store.atomic import write_atomic
 
-MOST_ROWS = 64  # of a table of stages or evaluations
-MOST_FLIPS = 12  # of each kind that are shown without unfolding
+MOST_ROWS = 64  # rows of a table of stages or evaluations
+MOST_FLIPS = 12  # flips of each kind that are shown without unfolding
 MOST_VERSIONS = 8  # columns of the table of flips
 
 
@@ -78,7 +79,7 @@ def write_page(runs: Sequence[Run], output: Path | None) -> Path:
 
 
 def report_record(path: Path, runs: Sequence[Run]) -> dict[str, Any]:
-    """The path of a report and what its first screen says, as data."""
+    """The path of a report and the summaries on its first screen, as data."""
     heads = [summary_record(run) for run in runs]
     return {"path": str(path), "ranking": ranking(runs) if len(runs) > 1 else "", "runs": heads}
 
@@ -135,8 +136,8 @@ def render(runs: Sequence[Run]) -> str:
 
 def spread_versions(versions: Sequence[int]) -> list[int]:
     """At most MOST_VERSIONS of these versions, the first and the last among them."""
-    places = np.linspace(0, len(versions) - 1, min(len(versions), MOST_VERSIONS)).round().astype(int)
-    return [versions[place] for place in dict.fromkeys(places.tolist())]
+    indices = np.linspace(0, len(versions) - 1, min(len(versions), MOST_VERSIONS)).round().astype(int)
+    return [versions[index] for index in dict.fromkeys(indices.tolist())]
 
 
 def describe_chart(chart: Chart, runs: Sequence[Run]) -> str:
@@ -207,7 +208,7 @@ def _rows(tables: Sequence[Mapping[str, Any]], keys: Sequence[str] | None = None
 def config_table(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """All settings: key, description, one value per run, and whether any differs from the default."""
     described = descriptions(RunConfig)
-    defaults = flatten(RunConfig().model_dump(mode="json"))
+    defaults = flatten(RunConfig().model_dump(mode="json"), keep_empty=True)
     rows: list[dict[str, Any]] = []
     for key, values in _rows([run.config for run in runs]):
         is_set = key not in UNIMPORTANT and any(value != defaults.get(key) for value in values)
@@ -217,12 +218,12 @@ def config_table(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def descriptions(model: type[Any], prefix: str = "") -> dict[str, str]:
     """The description of every config field, by dotted key."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for name, field in model.model_fields.items():
-        found[f"{prefix}{name}"] = field.description or ""
+        texts[f"{prefix}{name}"] = field.description or ""
         if hasattr(field.annotation, "model_fields"):
-            found |= descriptions(field.annotation, f"{prefix}{name}.")
-    return found
+            texts |= descriptions(field.annotation, f"{prefix}{name}.")
+    return texts
 
 
 @cache

@@ -17,8 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import psutil
 
-from stalewise.errors import StalewiseError
-from stalewise.reporting.inspection import visible
+from stalewise.errors import StalewiseError, visible
 from stalewise.reporting.read import IDLE, Run, read_run, total_seconds
 from stalewise.reporting.summary import accuracy_of, findings
 from stalewise.statistics import format_duration
@@ -44,14 +43,14 @@ class RunPhase:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """What `stalewise watch` shows. None where a value is unknown."""
+    """The status that `stalewise watch` shows. None where a value is unknown."""
 
     directory: str
     name: str
     task: str
     objective: str
     state: State
-    holder: str  # the process that has the run
+    holder: str  # the process that executes the run
     phases: list[RunPhase]  # two where generating and learning overlap
     stage: int | None  # counted from 0
     stages: int | None
@@ -62,7 +61,7 @@ class RunStatus:
     seconds: dict[str, float]
     reward: float | None  # mean of the last updates
     ess: float | None
-    accuracy: dict[str, Any] | None  # of the last evaluated version
+    accuracy: dict[str, Any] | None  # accuracy of the last evaluated version
     batch_budget: float | None
     horizon_budget: float | None
     rollbacks: int
@@ -100,7 +99,7 @@ def run_status(directory: Path) -> RunStatus:
 
 
 def state_of(run: Run) -> tuple[State, str]:
-    """The state of a run, and the process that has it. Reads the lock file and does not take the lock."""
+    """The state of a run, and the process that executes it. Reads the lock file and does not take the lock."""
     holder: Any = {}
     with contextlib.suppress(OSError, ValueError):
         holder = json.loads((run.directory / RunLock.FILE).read_text() or "{}")
@@ -123,7 +122,7 @@ def _is_alive(pid: int, since: str) -> bool:
 
 
 def current_phases(run: Run) -> list[RunPhase]:
-    """What is in progress; if nothing is visible on disk, what comes next."""
+    """The activities in progress; if none is visible on disk, the next activity."""
     phases: list[RunPhase] = []
     per_update = int(run.config.get("batch.prompts", 0)) * int(run.config.get("batch.group_size", 0))
     for name, rows in run.unfinished.items():
@@ -174,8 +173,8 @@ def update_rate(run: Run) -> float | None:
 def seconds_left(run: Run) -> float | None:
     """Time left at the present rates; None before the first update.
 
-    In a pipelined run the later end counts: the trainer's own work, or the last generation batch and the updates on it.
-    Time that one process waits for the other follows from that and is not added.
+    In a pipelined run the later end counts: that of the trainer's own work, or that of the last generation batch and
+    the updates on it. Time that one process waits for the other is part of that and is not added.
     """
     rate = update_rate(run)
     if rate is None:

@@ -1,4 +1,4 @@
-"""A run in sentences: did it work, what did it cost, and what is wrong with it; names of metrics for readers."""
+"""A summary of a run in sentences: its result, its cost and its problems; and captions of metrics."""
 
 from __future__ import annotations
 
@@ -72,13 +72,19 @@ CHARTS = (
     Chart("ess", "Effective sample size", "ESS", "share, 0 to 1", ("ess", "ess_sequence"), is_share=True),
     Chart("clip", "Clipped and vetoed", "share of tokens", "0 to 1", ("clip_fraction", "veto_fraction"), is_share=True),
     Chart(
-        *("ratios", "Mean ratio by sign of the advantage", "mean ratio", "policy / behaviour"),
+        "ratios",
+        "Mean ratio by sign of the advantage",
+        "mean ratio",
+        "policy / behaviour",
         ("ratio_mean_positive", "ratio_mean_negative"),
         has_zero=False,
         limit=1.0,
     ),
     Chart(
-        *("largest", "Largest ratio by sign of the advantage", "policy / behaviour", "ratio, log scale"),
+        "largest",
+        "Largest ratio by sign of the advantage",
+        "policy / behaviour",
+        "ratio, log scale",
         ("ratio_max_positive", "ratio_max_negative"),
         is_log=True,
     ),
@@ -87,7 +93,10 @@ CHARTS = (
     Chart("entropy", "Entropy", "entropy", "nats per token", ("entropy",)),
     Chart("length", "Response length", "mean length", "tokens", ("response_length",)),
     Chart(
-        *("shares", "Truncated, degenerate, unscored", "share", "0 to 1"),
+        "shares",
+        "Truncated, degenerate, unscored",
+        "share",
+        "0 to 1",
         ("truncated_fraction", "degenerate_fraction", "verifier_error_fraction"),
         is_share=True,
     ),
@@ -124,7 +133,7 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
 
 
 def metric_of(key: str) -> Metric:
-    """What the page says of a metric."""
+    """The caption and definition of a metric on the page."""
     if key.startswith(PART):
         name = key.removeprefix(PART)
         return Metric(f"mean of the reward part {name}", f"mean of {name} over the rollouts of the update that have it")
@@ -138,11 +147,11 @@ def metric_of(key: str) -> Metric:
 LOW_ESS = 0.1
 FRESH_LOG_RATIO = 0.1
 MOST = 0.5
-NEAR_LIMIT = 0.8  # of the drift limits
+NEAR_LIMIT = 0.8  # fraction of the drift limits
 HIGH_KL = 0.1  # nats per token
 LARGE_RATIO = 10.0  # where the advantage is negative
 SPIKE = 5.0  # times the median
-DIP = 0.5  # of the median
+DIP = 0.5  # fraction of the median
 MOST_NAMED = 3  # updates of a spike
 
 PRESENT_PARTICIPLE = {
@@ -199,7 +208,7 @@ def accuracy_of(evaluation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_lineage(run: Run) -> str:
-    """What the run was forked from, and the settings that were changed then and in place; empty if nothing was."""
+    """The run that this one was forked from, and settings changed at the fork and in place; empty if there are none."""
     sentences = [f"{words}." for words in describe_fork(run.fork)]
     for record in run.config_changes:
         sentences.append(f"At version {record.get('version', 0)} was changed: {format_changes(record['changes'])}.")
@@ -207,12 +216,12 @@ def describe_lineage(run: Run) -> str:
 
 
 def describe_fork(record: Mapping[str, Any]) -> list[str]:
-    """The runs that a run was forked from, the last one first."""
-    lines = [record, *record.get("ancestors", ())] if record else []
+    """The runs that a run was forked from, the nearest first."""
+    origins = [record, *record.get("ancestors", ())] if record else []
     return [
-        f"{'Forked' if index == 0 else 'which was forked'} from {one['run']} at version {one['version']}"
-        + (f" with {format_changes(one['changes'])}" if one["changes"] else " without a change")
-        for index, one in enumerate(lines)
+        f"{'Forked' if index == 0 else 'which was forked'} from {origin['run']} at version {origin['version']}"
+        + (f" with {format_changes(origin['changes'])}" if origin["changes"] else " without a change")
+        for index, origin in enumerate(origins)
     ]
 
 
@@ -321,7 +330,7 @@ def ranking(runs: Sequence[Run]) -> str:
 
 
 def warnings_of(run: Run) -> list[str]:
-    """What to know before trusting the curves: the value, what was expected, and what to do."""
+    """Warnings about the run: the value, the expected value, and what to do."""
     unfinished = [
         f"generation batch {name} is not complete ({count_noun(rows, 'rollout')} so far): left out"
         for name, rows in run.unfinished.items()
@@ -348,7 +357,7 @@ def _course_warnings(run: Run) -> Iterator[str]:
 
 
 def _held_out_warning(run: Run) -> str:
-    """That the last evaluation had fewer prompts than it was to have; empty where that is unknown."""
+    """A warning if the last evaluation had fewer prompts than the config asks for; empty if not, or unknown."""
     asked = run.config.get("evaluation.prompts")
     if not run.evaluations or not isinstance(asked, int):
         return ""
@@ -409,7 +418,7 @@ def _rollout_warnings(run: Run) -> Iterator[str]:
 
 
 def _records(run: Run) -> list[Any]:
-    """What was recorded of a verifier's work: of each batch and of each evaluation."""
+    """The records of the verifier's errors, of each batch and of each evaluation."""
     return [*(batch.extra for batch in run.batches), *run.evaluations]
 
 
@@ -467,7 +476,7 @@ def _spike_warnings(run: Run) -> Iterator[str]:
 
 
 def _name_updates(run: Run, key: str, *, above: float = math.inf, below: float = -math.inf) -> str:
-    """Where a metric is above or below a bound: the farthest value, how often that is, and the updates."""
+    """Describe the updates in which a metric passes a bound: the farthest value, how many, and which."""
     values, update = run.column(key), run.column("update")
     rows = np.flatnonzero((values > above) | (values < below))
     if not len(rows):
@@ -484,7 +493,7 @@ def describe_extremes(run: Run, warnings: Sequence[str] = ()) -> str:
     """The largest gradient and the lowest effective sample size, with their updates, where no warning names them."""
     parts: list[str] = []
     for key, word, pick in (("grad_norm", "largest", np.nanargmax), ("ess_sequence", "lowest", np.nanargmin)):
-        if len(run.finite(key)) and not any(one.startswith(f"{key} ") for one in warnings):
+        if len(run.finite(key)) and not any(warning.startswith(f"{key} ") for warning in warnings):
             values = np.where(np.isfinite(run.column(key)), run.column(key), np.nan)
             row = int(pick(values))
             parts.append(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stalewise.config import RunConfig
-from stalewise.config.run_directory import flat
+from stalewise.config.run_directory import flatten
 from stalewise.errors import ConfigError
 from stalewise.types import NullCallback
 
@@ -26,7 +26,7 @@ class Trackers(NullCallback):
     def __init__(self, config: RunConfig) -> None:
         check_installed(config.trackers)
         self._trackers: list[Any] = [_tracker(name, config.name, config.directory) for name in config.trackers]
-        settings = flat(config.model_dump(mode="json"))
+        settings = flatten(config.model_dump(mode="json"))
         settings = {key: value for key, value in settings.items() if isinstance(value, str | int | float | bool)}
         for tracker in self._trackers:
             tracker.start()

@@ -1,9 +1,9 @@
-"""What is damaged in a run directory, what depends on it, and what can be made again: `stalewise verify`.
+"""Verifies the files of a run directory, with consequences and remedies of damage: `stalewise verify`.
 
-Every file is compared with a checksum: weights and optimizer with their checkpoint's manifest, shards, token logs and
-further rewards with theirs, JSON files with the checksum at their end, JSONL files line by line and with
-`records.json`, columns with the checksums of their pages, a program's rows with the digest in their path. What an
-earlier release wrote without checksums is "not covered", which is neither damaged nor fine.
+Every file is compared with a checksum: weights and optimizer with their checkpoint's manifest; shards, token logs and
+versions of rewards with their manifests; JSON files with the checksum at their end; JSONL files line by line and with
+`records.json`; columns with the checksums of their pages; a program's rows with the digest in their path. Files that an
+older release wrote without checksums are "not covered": neither damaged nor verified.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ _CHECKPOINT = re.compile(r"v\d{6,}")
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A file that is not as it was written."""
+    """A file that is missing or changed."""
 
     file: str  # relative to the run directory
     problem: str
@@ -123,15 +123,16 @@ class Verification:
         self.bytes += sum(path.stat().st_size for path in paths if path.is_file())
 
     def record(self) -> dict[str, Any]:
-        """As plain values, for `--json`."""
-        damaged = [{name: getattr(one, name) for name in Damage.__slots__} for one in self.damaged]
+        """The result as plain values, for `--json`."""
+        damaged = [{name: getattr(damage, name) for name in Damage.__slots__} for damage in self.damaged]
         parts = {"files": self.files, "bytes": self.bytes, "seconds": round(self.seconds, 3)}
         return {"directory": str(self.directory), "damaged": damaged, "not_covered": self.not_covered, **parts}
 
 
 def verify_run(directory: str | Path, *, thorough: bool = True) -> Verification:
-    """Compare everything there is with its checksum. Without `thorough` only records and manifests are."""
-    began, found = time.perf_counter(), Verification(Path(directory))
+    """Compare all files with their checksums; without `thorough` only records and manifests."""
+    began = time.perf_counter()
+    found = Verification(Path(directory))
     run = found.directory
     _verify_config(found)
     ledger = _verify_lines(found, run)
@@ -156,12 +157,12 @@ def verify_run(directory: str | Path, *, thorough: bool = True) -> Verification:
 
 
 def check_run(directory: str | Path, *, everything: bool = False) -> Verification:
-    """Raise a StoreError where something is damaged that a run goes on from; hashes no weights and no rollouts.
+    """Raise a StoreError if a file is damaged that the run needs to continue; hashes no weights and no rollouts.
 
-    With `everything` also where something is damaged that a run does not need any more.
+    With `everything` it also raises for damaged files that the run does not need any more.
     """
     found = verify_run(directory, thorough=False)
-    if stops := [one for one in found.damaged if one.stops or everything]:
+    if stops := [damage for damage in found.damaged if damage.stops or everything]:
         first, more = stops[0], f" and {len(stops) - 1} more" if len(stops) > 1 else ""
         what = f"{found.directory / first.file}{more} is damaged: {first.problem}"
         raise StoreError(f"{what}; made again: {first.again}; `stalewise verify {directory}` has all of it")
@@ -194,7 +195,7 @@ def _verify_document(found: Verification, path: Path, schema: RecordSchema, depe
 
 
 def _is_lost(found: Verification, name: str, ledger: list[LedgerEntry]) -> bool:
-    """Whether a document that does not exist must have existed: runs of earlier releases had fewer."""
+    """Whether a missing document must have existed; runs of older releases had fewer documents."""
     run = found.directory
     if name == "fork.json":
         journal = read_records(run / "journal.jsonl", JOURNAL, on_damage=lambda problem: None)
@@ -203,7 +204,7 @@ def _is_lost(found: Verification, name: str, ledger: list[LedgerEntry]) -> bool:
         return False
     if name in ("environment.json", "limits.json"):
         return True
-    with contextlib.suppress(StalewiseError):  # of a damaged config, which is said apart
+    with contextlib.suppress(StalewiseError):  # a damaged config is reported separately
         config = read_config(run)
         wanted = {
             "difficulty.json": bool(config.task.difficulty),
@@ -218,7 +219,7 @@ def _is_lost(found: Verification, name: str, ledger: list[LedgerEntry]) -> bool:
 
 
 def _verify_lines(found: Verification, run: Path) -> list[LedgerEntry]:
-    """JSONL files, and the ledger where it is intact."""
+    """Verify JSONL files; return the ledger if it is intact."""
     try:
         ends = committed_ends(run)
         if not ends and is_started(run):
@@ -233,7 +234,7 @@ def _verify_lines(found: Verification, run: Path) -> list[LedgerEntry]:
     try:
         return read_ledger(run / "ledger" / "updates.jsonl")
     except StoreError as error:
-        if not any(one.file == "ledger/updates.jsonl" for one in found.damaged):
+        if not any(damage.file == "ledger/updates.jsonl" for damage in found.damaged):
             _add(found, run / "ledger" / "updates.jsonl", error, *RECORD_FILES["ledger/updates.jsonl"][1:])
         return []
 
@@ -248,7 +249,7 @@ def _verify_line_file(
     stops: bool = True,
     is_whole: bool = False,
 ) -> None:
-    """Compare the lines of a file; a torn end is damage where nothing is being written any more (`is_whole`)."""
+    """Verify the lines of a file; a torn end is damage only if the file is complete (`is_whole`)."""
     found.count("records", path)
     try:
         torn: list[str] = []
@@ -297,7 +298,7 @@ def _state_problem(path: Path) -> str:
 
 
 def _of_checkpoint(version: int, made: list[int]) -> tuple[str, str]:
-    """What depends on a checkpoint, and how it can be made again."""
+    """The consequences of a damaged checkpoint, and how it can be made again."""
     before = [other for other in made if other < version]
     depends = "what was generated by this version cannot be generated again"
     if not made or version >= made[-1]:
@@ -311,10 +312,10 @@ def _of_checkpoint(version: int, made: list[int]) -> tuple[str, str]:
 
 
 def _verify_updates(found: Verification, ledger: list[LedgerEntry]) -> None:
-    """The ledger has every update that led to the newest checkpoint."""
+    """Verify that the ledger has every update that led to the newest checkpoint."""
     made, updates = versions(found.directory), [entry.update for entry in ledger]
     path = found.directory / "ledger" / "updates.jsonl"
-    if not made or {RECORDS, _name(found, path)} & {one.file for one in found.damaged}:
+    if not made or {RECORDS, _name(found, path)} & {damage.file for damage in found.damaged}:
         return
     first = updates[0] if updates else 0
     missing = sorted(set(range(first, made[-1])) - set(updates))
@@ -429,7 +430,7 @@ def _verify_rewards(found: Verification, thorough: bool) -> None:
 
 
 def _verify_columns(found: Verification, thorough: bool) -> None:
-    """Columns have checksums of their own pages, and are computed again where they are missing."""
+    """Verify columns by the checksums of their pages; missing columns are computed again, so they are no damage."""
     root = found.directory / "columns" / "reference"
     depends, again = "the distance from the reference", "delete it: `stalewise train` computes it again"
     for path in sorted(root.glob("*/*.parquet")) if thorough else ():
@@ -439,14 +440,14 @@ def _verify_columns(found: Verification, thorough: bool) -> None:
 
 
 def _verify_data(found: Verification, thorough: bool) -> None:
-    """Rows that a program gave: the name of their folder begins their SHA-256."""
+    """Verify rows that a program passed: the name of their directory is the beginning of their SHA-256."""
     depends = "prompts and answers, and so everything that is generated from here on"
     again = "`stalewise.train` with the same rows writes it again once it is deleted"
     for path in sorted(found.directory.glob("data/*/*.jsonl")) if thorough else ():
         found.count("data", path)
         if not sha256_file(path).startswith(path.parent.name):
             _add(found, path, "its SHA-256 differs", depends, again)
-    with contextlib.suppress(StalewiseError):  # of a damaged config, which is said apart
+    with contextlib.suppress(StalewiseError):  # a damaged config is reported separately
         options, own = read_config(found.directory).task.options, found.directory / "data"
         for name in ("path", "evaluation_path"):
             path = Path(str(options.get(name) or "."))
@@ -478,7 +479,7 @@ def _verify_rollback(found: Verification, rollback: Path, thorough: bool) -> Non
 def _batches_used(ledger: Path) -> set[int]:
     try:
         return {entry.generation_batch for entry in read_ledger(ledger)}
-    except StoreError:  # named already
+    except StoreError:  # reported already
         return set()
 
 

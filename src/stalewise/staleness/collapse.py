@@ -4,9 +4,9 @@ A run collapsed at update t if its smoothed reward (or held-out accuracy) at t i
 and does not return to that half within a window, or if a value is not finite. "Half" is measured from `floor`, the
 reward of a useless policy.
 
-`assess` decides about policies by statistical tests, for the collapse guard. Its scores are held-out accuracies and
-rewards of rollouts. A reward scores the policy that made the rollouts, not the one that learns from them, and is known
-for a whole generation batch once that is made: so a policy is assessed before anything is learned from its rollouts.
+`assess` decides by statistical tests which policies are bad, for the collapse guard. Its scores are held-out accuracies
+and rewards of rollouts. A reward scores the policy that generated the rollouts, not the one that is trained on them. It
+is known as soon as a generation batch is complete: so a policy is assessed before training on its rollouts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class CollapseDetector:
 
     @property
     def line(self) -> float:
-        """Values below this are in danger; −inf until one rises above the floor."""
+        """The bound below which a value counts towards a collapse; −inf until a value is above the floor."""
         rise = self.best - self.floor
         return self.floor + self.fraction * rise if rise > 0 else -math.inf
 
@@ -79,14 +79,14 @@ class CollapseDetector:
         return replace(self, collapse=Collapse(self.below_since, "below half of best", self.best, self.below_value))
 
 
-RISK = 0.05  # of calling a steady run bad, over all of its scores
-LAST_RISK = 0.2  # the same for its last evaluation, after which no score can clear it
+RISK = 0.05  # probability of calling a steady run bad, over all of its scores
+LAST_RISK = 0.2  # the same for the last evaluation, which no later score can clear
 INTERVAL = 2 * NormalDist().inv_cdf(0.975)  # width of a 95% interval in standard errors
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyScore:
-    """Reward or accuracy of some policies, with its standard error; `updates` of the run depend on it."""
+    """Reward or accuracy of some policies, with its standard error, and how many `updates` depend on them."""
 
     versions: tuple[int, ...]
     updates: int
@@ -96,20 +96,20 @@ class PolicyScore:
 
     @property
     def lower_bound(self) -> float:
-        """Lower end of the 95% interval: compared instead of values, the luckiest of many is not the best."""
+        """Lower end of the 95% interval. The best score is chosen by it, so that the luckiest one is not chosen."""
         return self.value - INTERVAL / 2 * self.error
 
     def is_significantly_below(self, best: PolicyScore, fraction: float, comparisons: int) -> bool:
         """Whether the score is below `fraction` of the best, at a risk that is shared by all comparisons."""
         risk = LAST_RISK if self.is_last else RISK / comparisons
-        error = max(self.error, best.error)  # few rewards, by bad luck, also look more alike than they are
+        error = max(self.error, best.error)  # the error of few rewards may be underestimated by chance
         margin = NormalDist().inv_cdf(1 - risk / 2) * math.hypot(error, fraction * best.error)
         return self.value + margin < fraction * best.value
 
 
 @dataclass(frozen=True, slots=True)
 class Degradation:
-    """`bad_version` is the first policy that is significantly worse than an earlier one."""
+    """A significant loss of score; `bad_version` is the first policy that is worse than an earlier one."""
 
     reason: str
     bad_version: int
@@ -124,17 +124,17 @@ class Degradation:
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """Which versions are good and which are poor; those without a score are in no set."""
+    """Which versions are good and which are poor; versions without a score are in no set."""
 
     degradation: Degradation | None = None
     good: frozenset[int] = frozenset()
     poor: frozenset[int] = frozenset()
-    best: frozenset[int] = frozenset()  # a degradation always comes after them
+    best: frozenset[int] = frozenset()  # a degradation always comes after these versions
 
     def __or__(self, other: Assessment) -> Assessment:
         """Combine two kinds of scores: a policy that is poor by one of them is not good."""
-        found = [one.degradation for one in (self, other) if one.degradation is not None]
-        earliest = min(found, key=lambda one: one.bad_version, default=None)
+        both = [assessment.degradation for assessment in (self, other) if assessment.degradation is not None]
+        earliest = min(both, key=lambda degradation: degradation.bad_version, default=None)
         poor = self.poor | other.poor
         return Assessment(earliest, (self.good | other.good) - poor, poor, self.best | other.best)
 
@@ -142,32 +142,32 @@ class Assessment:
 def assess(scores: Iterable[PolicyScore], *, fraction: float, window: int, reason: str) -> Assessment:
     """Find policies that score significantly less than `fraction` of the best so far.
 
-    It is a degradation when `window` updates depend on such policies in a row; a better one in between clears them.
-    Scores that are unknown are skipped: they are failures of the verifier. While the best is not above 0, none is poor.
+    It is a degradation when `window` consecutive updates depend on such policies; a better policy in between resets the
+    count. Unknown scores (failures of the verifier) are skipped. While the best score is not above 0, none is poor.
     """
     good, poor = set[int](), set[int]()
     best = PolicyScore((), 0, 0.0, 0.0)
     below: list[PolicyScore] = []
     degradation: Degradation | None = None
-    known = [one for one in scores if not math.isnan(one.value + one.error)]
+    known = [score for score in scores if not math.isnan(score.value + score.error)]
     for comparisons, score in enumerate(known):
         is_poor = best.lower_bound > 0 and score.value < fraction * best.value
         (poor if is_poor else good).update(score.versions)
         if not (is_poor and score.is_significantly_below(best, fraction, comparisons)):
             below = []
-            best = max(best, score, key=lambda one: one.lower_bound)
+            best = max(best, score, key=lambda candidate: candidate.lower_bound)
             continue
         below.append(score)
-        if sum(one.updates for one in below) >= window:
+        if sum(low_score.updates for low_score in below) >= window:
             degradation = Degradation(reason, below[0].versions[0], best.value, below[0].value)
             break
     return Assessment(degradation, frozenset(good), frozenset(poor), frozenset(best.versions))
 
 
 def scores_from_rewards(rewards: Sequence[tuple[int, float, float]], window: int) -> list[PolicyScore]:
-    """Pool the rewards of updates by the version that made their rollouts, and versions up to `window` updates.
+    """Pool the rewards of updates: by the version that generated their rollouts, then until `window` updates are full.
 
-    Each update is given as the version that made its rollouts, their mean reward and its standard error.
+    Each update is given as the version that generated its rollouts, their mean reward and its standard error.
     """
     scores, pool = list[PolicyScore](), list[tuple[int, float, float]]()
     for _, updates in groupby(rewards, key=lambda update: update[0]):

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.random import Generator
 
 from stalewise.errors import CalibrationError
-from stalewise.staleness import likelihood as maths
+from stalewise.staleness import likelihood
 from stalewise.staleness.likelihood import Array
 
 MINIMUM_RUNS = 6  # two per constant of the law (R_batch, R_crit, σ)
@@ -41,7 +41,7 @@ def require_count(name: str, value: int) -> None:
 class Observation:
     """One run of a sweep: its S, η, T and G, and the update at which it collapsed (None: it survived).
 
-    It is checked for collapse every `resolution` updates, so it was still alive that many updates before.
+    Collapse is checked every `resolution` updates, so the run was still alive that many updates earlier.
     """
 
     staleness: int
@@ -92,7 +92,7 @@ class Law:
 
     def parameters(self) -> Array:
         """Return (log R_batch, log R_crit, log σ), the coordinates in which the likelihood is maximised."""
-        return np.minimum(np.log([self.batch_radius, self.critical_radius, self.scatter]), maths.NO_LIMIT)
+        return np.minimum(np.log([self.batch_radius, self.critical_radius, self.scatter]), likelihood.NO_LIMIT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Fit:
     log_likelihood: float
 
     def describe(self) -> str:
-        """A few sentences about what is known and what is not."""
+        """A few sentences: which constants are known, and which are not."""
         scatter = f"Scatter {self.scatter:.2g}" + ("." if self.scatter_known else ", assumed: not determined.")
         parts = [f"{self.domain.runs} runs, {self.domain.collapsed} collapsed."]
         for name, radius in (("R_batch", self.batch_radius), ("R_crit", self.critical_radius)):
@@ -159,7 +159,7 @@ def _columns(observations: Sequence[Observation]) -> tuple[Array, Array, Array, 
 
 
 def log_likelihood(law: Law, observations: Iterable[Observation]) -> float:
-    """Log-probability of what the runs did: with z(x) = log(x/R)/σ and Φ the normal distribution function,
+    """Log-probability of the outcomes of the runs: with z(x) = log(x/R)/σ and Φ the normal distribution function,
 
         survived:        log Φ(-z_batch(S·η·G)) + log Φ(-z_crit(T·η·G))
         collapsed at t:  log( P·r/T + (1 - P)·[Φ(z_crit(t·η·G)) - Φ(z_crit((t-r)·η·G))] ),   P = Φ(z_batch(S·η·G))
@@ -167,7 +167,7 @@ def log_likelihood(law: Law, observations: Iterable[Observation]) -> float:
     with r the resolution, at most t. The bracket is the probability that R_crit was crossed since the run was last seen
     alive. It is an integrated density, so it is exact for the first updates too and bounded as σ goes to 0.
     """
-    return maths.likelihood(law.parameters(), maths.arrange(*_columns(list(observations))))[0]
+    return likelihood.log_likelihood(law.parameters(), likelihood.log_drifts(*_columns(list(observations))))[0]
 
 
 def simulate(
@@ -179,7 +179,7 @@ def simulate(
     t·η·G at or above the second, if that is within T.
     """
     run = Observation(staleness, learning_rate, updates, None, update_norm_per_lr)
-    collapsed_at = int(maths.draw(law.parameters(), *_columns([run])[:3], generator)[0])
+    collapsed_at = int(likelihood.draw(law.parameters(), *_columns([run])[:3], generator)[0])
     return replace(run, collapsed_at=collapsed_at or None)
 
 
@@ -202,7 +202,7 @@ def _undetermined(runs: Sequence[Observation], name: str, other_known: bool) -> 
 
 
 def fit(observations: Iterable[Observation], *, confidence: float = 0.9, resamples: int = 200, seed: int = 0) -> Fit:
-    """Estimate (R_batch, R_crit, σ) by maximum likelihood, and which of them the runs determine.
+    """Estimate (R_batch, R_crit, σ) by maximum likelihood, and decide which of them the runs determine.
 
     A radius is in the law where it raises the log-likelihood by more than 1 (Akaike). Its interval holds every value R
     with max over the others of log L(R) >= log L(best) - threshold. The threshold is from a parametric bootstrap with
@@ -220,29 +220,31 @@ def fit(observations: Iterable[Observation], *, confidence: float = 0.9, resampl
     if len({(run.staleness, run.learning_rate, run.updates, run.update_norm_per_lr) for run in runs}) == 1:
         point = f"S = {runs[0].staleness}, η = {runs[0].learning_rate:g}, T = {runs[0].updates}"
         raise CalibrationError(f"all {len(runs)} runs are at one point ({point}): vary the learning rate and staleness")
-    domain, found = _domain(runs), dict[int, Estimate]()
-    scatter, scatter_known, value = 0.0, False, 0.0  # nothing collapsed: certain under radii that are large enough
+    domain = _domain(runs)
+    estimates: dict[int, Estimate] = {}
+    # If nothing collapsed, radii that are large enough make that certain: the log-likelihood is 0.
+    scatter, scatter_known, best_log_likelihood = 0.0, False, 0.0
     if domain.collapsed:
         columns = _columns(runs)
-        data = maths.arrange(*columns)
-        starts = maths.starting_points(np.log(columns[0] * columns[1]), data.collapsed_by)
-        peak, box, radii = maths.choose(data, starts)
-        falls = maths.thresholds(peak, box, radii, columns[:4], confidence, resamples, seed)
-        for index, threshold in zip(radii, falls, strict=True):
-            low, high = maths.interval(data, peak, box, index, threshold, starts)
+        data = likelihood.log_drifts(*columns)
+        starts = likelihood.starting_points(np.log(columns[0] * columns[1]), data.collapsed_by)
+        peak, box, radii = likelihood.select_model(data, starts)
+        thresholds = likelihood.thresholds(peak, box, radii, columns[:4], confidence, resamples, seed)
+        for index, threshold in zip(radii, thresholds, strict=True):
+            low, high = likelihood.interval(data, peak, box, index, threshold, starts)
             if low > 0.0:
-                found[index] = Estimate(math.exp(peak.parameters[index]), low, high, known=True)
-        scatter, value = math.exp(peak.parameters[2]), peak.log_likelihood
-        # Where a law without scatter explains the runs as well, they are too few or too clear-cut to show any.
-        without = maths.fall(data, peak, box, 2, math.log(maths.SCATTER_RANGE[0]), starts)
-        scatter_known = bool(found) and without > maths.large_sample_threshold(confidence)
+                estimates[index] = Estimate(math.exp(peak.parameters[index]), low, high, known=True)
+        scatter, best_log_likelihood = math.exp(peak.parameters[2]), peak.log_likelihood
+        # If a law without scatter explains the runs equally well, the runs do not determine the scatter.
+        without = likelihood.profile_drop(data, peak, box, 2, math.log(likelihood.SCATTER_RANGE[0]), starts)
+        scatter_known = bool(estimates) and without > likelihood.large_sample_threshold(confidence)
     return Fit(
-        batch_radius=found.get(0) or _undetermined(runs, "batch_drift", bool(found)),
-        critical_radius=found.get(1) or _undetermined(runs, "horizon_drift", bool(found)),
+        batch_radius=estimates.get(0) or _undetermined(runs, "batch_drift", bool(estimates)),
+        critical_radius=estimates.get(1) or _undetermined(runs, "horizon_drift", bool(estimates)),
         scatter=scatter if scatter_known else max(scatter, ASSUMED_SCATTER),
         scatter_known=scatter_known,
         domain=domain,
         observations=len(runs),
         confidence=confidence,
-        log_likelihood=value,
+        log_likelihood=best_log_likelihood,
     )

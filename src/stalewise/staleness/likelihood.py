@@ -18,7 +18,7 @@ Array = NDArray[np.float64]
 
 NO_LIMIT = 700.0  # log of a radius that no run reaches; finite, so that gradients stay finite
 LOG_SQRT_TWO_PI = 0.5 * math.log(2.0 * math.pi)
-SCATTER_RANGE = (0.02, 2.0)  # σ is looked for here; runs that allow the lower end do not determine it
+SCATTER_RANGE = (0.02, 2.0)  # bounds of σ; runs that allow the lower bound do not determine it
 
 # scipy takes half a second to import: it is imported where it is used, since a plan from a stored fit needs none.
 
@@ -31,7 +31,7 @@ def log_ndtr(z: Array) -> Array:
 
 
 class Drifts(NamedTuple):
-    """Logarithms of drifts, survivors and collapsed runs apart."""
+    """Logarithms of drifts, separately for survivors and collapsed runs."""
 
     survived_batch: Array
     survived_horizon: Array
@@ -41,13 +41,13 @@ class Drifts(NamedTuple):
     collapsed_log_share: Array  # log(r/T): the share of the run that lies between
 
 
-def arrange(staleness: Array, rate: Array, updates: Array, resolution: Array, collapsed_at: Array) -> Drifts:
-    """Sort runs into `Drifts`; `rate` is η·G and `collapsed_at` 0 for a survivor."""
+def log_drifts(staleness: Array, rate: Array, updates: Array, resolution: Array, collapsed_at: Array) -> Drifts:
+    """The logarithms of the drifts of runs; `rate` is η·G and `collapsed_at` 0 for a survivor."""
     collapsed = collapsed_at > 0
     batch, horizon = np.log(staleness * rate), np.log(updates * rate)
     time, speed = collapsed_at[collapsed], rate[collapsed]
     alive = np.maximum(time - resolution[collapsed], 0.0)
-    with np.errstate(divide="ignore"):  # a collapse at the first look was alive at drift 0, whose log is -inf
+    with np.errstate(divide="ignore"):  # a collapse at the first check: alive at drift 0, whose log is -inf
         before = np.log(alive * speed)
     by, log_share = np.log(time * speed), np.log((time - alive) / updates[collapsed])
     return Drifts(batch[~collapsed], horizon[~collapsed], batch[collapsed], before, by, log_share)
@@ -71,7 +71,7 @@ def log_mass(low: Array, high: Array) -> Array:
     return log_near + np.log(-np.expm1(log_ndtr(far) - log_near))
 
 
-def likelihood(parameters: Array, data: Drifts) -> tuple[float, Array]:
+def log_likelihood(parameters: Array, data: Drifts) -> tuple[float, Array]:
     """Log-likelihood of the runs, and its gradient in (log R_batch, log R_crit, log σ)."""
     batch_centre, horizon_centre, scatter = parameters[0], parameters[1], math.exp(parameters[2])
     # Survivors: both radii lie above the run's drifts.
@@ -80,7 +80,7 @@ def likelihood(parameters: Array, data: Drifts) -> tuple[float, Array]:
     batch_slope, horizon_slope = np.exp(log_density_of(batch) - log_valid), np.exp(log_density_of(horizon) - log_alive)
     total = float(np.sum(log_valid + log_alive))
     gradient = np.array([batch_slope.sum(), horizon_slope.sum(), batch_slope @ batch + horizon_slope @ horizon])
-    # Collapsed: either the batch broke (any update of T alike), or it held and R_crit was crossed since the last look.
+    # Collapsed: either R_batch was crossed (at any update of T alike), or only R_crit was, since the last check.
     batch = (data.collapsed_batch - batch_centre) / scatter
     low, high = (data.collapsed_before - horizon_centre) / scatter, (data.collapsed_by - horizon_centre) / scatter
     log_broken, log_valid, log_crossed = log_ndtr(batch), log_ndtr(-batch), log_mass(low, high)
@@ -122,12 +122,12 @@ def maximise(data: Drifts, box: Array, starts: list[Array]) -> Peak:
     minimize = cast(Any, scipy.optimize).minimize
 
     def loss(parameters: Array) -> tuple[float, Array]:
-        value, gradient = likelihood(parameters, data)
+        value, gradient = log_likelihood(parameters, data)
         return -value, -gradient
 
-    inside = np.unique(np.clip(np.array(starts), *box.T), axis=0)  # where a parameter is held, many starts are one
-    found = [minimize(loss, start, jac=True, method="L-BFGS-B", bounds=box) for start in inside]
-    best = min(found, key=lambda result: float(result.fun))
+    inside = np.unique(np.clip(np.array(starts), *box.T), axis=0)  # where a parameter is fixed, many starts coincide
+    results = [minimize(loss, start, jac=True, method="L-BFGS-B", bounds=box) for start in inside]
+    best = min(results, key=lambda result: float(result.fun))
     return Peak(best.x, -float(best.fun))
 
 
@@ -144,7 +144,7 @@ def starting_points(batch: Array, collapsed_by: Array) -> list[Array]:
     return [np.array([*radii, math.log(0.2)]) for radii in product(batch_radii, critical_radii)]
 
 
-def choose(data: Drifts, starts: list[Array]) -> tuple[Peak, Array, list[int]]:
+def select_model(data: Drifts, starts: list[Array]) -> tuple[Peak, Array, list[int]]:
     """Fit the law without R_batch, without R_crit and with both, and keep the best by Akaike's criterion.
 
     Returns the peak, its box, and the indices of the radii that are in the law.
@@ -166,41 +166,42 @@ def large_sample_threshold(confidence: float) -> float:
 def thresholds(
     peak: Peak, box: Array, radii: list[int], columns: tuple[Array, ...], confidence: float, resamples: int, seed: int
 ) -> Array:
-    """How far the profile log-likelihood of each radius may fall inside its interval.
+    """How far the profile log-likelihood of each radius may drop within its interval.
 
-    Half the χ²(1) quantile in the limit of many runs; in a small sweep, the quantile of the fall at the truth in
-    `resamples` data sets drawn from the fitted law, where that is more.
+    In the limit of many runs this is half the χ²(1) quantile. A small sweep may need more: the quantile of the drop at
+    the truth, over `resamples` data sets drawn from the fitted law.
     """
     staleness, rate, updates, resolution = columns
-    generator, falls = np.random.default_rng(seed), np.zeros((max(resamples, 1), len(radii)))
-    for row in falls[:resamples]:
+    generator = np.random.default_rng(seed)
+    drops = np.zeros((max(resamples, 1), len(radii)))
+    for row in drops[:resamples]:
         drawn = draw(peak.parameters, staleness, rate, updates, generator)
-        data = arrange(staleness, rate, updates, resolution, seen_at(drawn, updates, resolution))
+        data = log_drifts(staleness, rate, updates, resolution, seen_at(drawn, updates, resolution))
         top = maximise(data, box, [peak.parameters]).log_likelihood
         for column, index in enumerate(radii):
             at_truth = fixed(box, index, peak.parameters[index])
             row[column] = top - maximise(data, at_truth, [peak.parameters]).log_likelihood
-    return np.maximum(large_sample_threshold(confidence), np.quantile(falls, confidence, axis=0))
+    return np.maximum(large_sample_threshold(confidence), np.quantile(drops, confidence, axis=0))
 
 
-def fall(data: Drifts, peak: Peak, box: Array, index: int, value: float, starts: list[Array]) -> float:
-    """Return how far the maximum falls where one parameter is fixed at `value`: its profile."""
+def profile_drop(data: Drifts, peak: Peak, box: Array, index: int, value: float, starts: list[Array]) -> float:
+    """How far the maximum of the log-likelihood drops if one parameter is fixed at `value`: its profile."""
     return peak.log_likelihood - maximise(data, fixed(box, index, value), [peak.parameters, *starts]).log_likelihood
 
 
 def interval(
     data: Drifts, peak: Peak, box: Array, index: int, threshold: float, starts: list[Array]
 ) -> tuple[float, float]:
-    """The ends at which the profile log-likelihood of one radius falls by `threshold`; 0 or ∞ where it never does."""
+    """The ends at which the profile log-likelihood of one radius drops by `threshold`; 0 or ∞ where it never does."""
     import scipy.optimize  # pyright: ignore[reportMissingTypeStubs]
 
     brentq = cast(Any, scipy.optimize).brentq
 
     def excess(value: float) -> float:
-        return fall(data, peak, box, index, value, []) - threshold
+        return profile_drop(data, peak, box, index, value, []) - threshold
 
     ends: list[float] = []
     for limit, open_end in zip(box[index], (0.0, math.inf), strict=True):
-        bounded = fall(data, peak, box, index, limit, starts) > threshold
+        bounded = profile_drop(data, peak, box, index, limit, starts) > threshold
         ends.append(math.exp(brentq(excess, peak.parameters[index], limit, xtol=1e-4)) if bounded else open_end)
     return ends[0], ends[1]

@@ -15,7 +15,7 @@ from typing import Literal
 from stalewise.errors import CalibrationError
 from stalewise.staleness.law import Estimate, Fit, require_count, require_positive
 
-ROUNDING = 1e-9  # relative; so that a planned learning rate, asked back, gives the staleness it was planned for
+ROUNDING = 1e-9  # relative tolerance: `largest_staleness` of a planned learning rate gives back its staleness
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Budget:
 
 
 def _require_tried(name: str, value: float, span: tuple[float, float]) -> None:
-    """Refuse what is larger than anything tried; what is smaller drifts less."""
+    """Refuse a value above all values of the sweep; smaller values drift less, so they are allowed."""
     if not value <= span[1]:
         raise CalibrationError(
             f"{name} = {value:g} is outside the calibration: the sweep covers {span[0]:g} to {span[1]:g}; run a sweep "
@@ -50,7 +50,7 @@ def _require_tried(name: str, value: float, span: tuple[float, float]) -> None:
 
 
 def _at_least_tried(name: str, value: int, span: tuple[int, int]) -> tuple[int, tuple[str, ...]]:
-    """Return the S or T to plan with, at least the smallest that was tried, and a note where it was raised."""
+    """Return the S or T to plan with, at least the smallest of the sweep, and a note if it was raised."""
     _require_tried(name, value, span)
     if value >= span[0]:
         return value, ()
@@ -120,8 +120,8 @@ def largest_staleness(
 ) -> Plan:
     """Return the plan with the largest S at which η is safe: S = floor( R_batch.low·exp(-z·σ)/(η·G) ).
 
-    S is capped at the largest of the sweep. Refused: a T or η above what the sweep reached, an η that breaks R_crit
-    within T whatever S is, and an η at which not even the smallest S of the sweep is safe.
+    S is capped at the largest of the sweep. A CalibrationError refuses a T or η above those of the sweep, an η that
+    breaks R_crit within T at any S, and an η at which not even the smallest S of the sweep is safe.
     """
     require_count("updates", updates)
     require_positive("learning_rate", learning_rate)
@@ -129,20 +129,20 @@ def largest_staleness(
     horizon_updates, notes = _at_least_tried("updates T", updates, fit.domain.updates)
     _require_tried("learning rate η", learning_rate, fit.domain.learning_rate)
     smallest, largest = fit.domain.staleness
-    asked = learning_rate / (1.0 + ROUNDING)
+    tolerant_rate = learning_rate / (1.0 + ROUNDING)
     batch, horizon = _limits(fit, smallest, horizon_updates, update_norm_per_lr, risk)
-    if asked > horizon:
+    if tolerant_rate > horizon:
         raise CalibrationError(
             f"learning rate {learning_rate:g} breaks the horizon constraint at any staleness: T·η·G = "
             f"{updates * learning_rate * update_norm_per_lr:.3g} with T = {updates}, and R_crit allows "
             f"η <= {horizon:.3g}; lower the learning rate or the updates"
         )
-    if asked > batch:
+    if tolerant_rate > batch:
         raise CalibrationError(
             f"learning rate {learning_rate:g} breaks the batch constraint even at S = {smallest}, the smallest tried: "
             f"S·η·G = {smallest * learning_rate * update_norm_per_lr:.3g}, and R_batch allows η <= {batch:.3g} there"
         )
-    allowed = math.floor(smallest * batch / asked)
+    allowed = math.floor(smallest * batch / tolerant_rate)
     staleness, binding = min(allowed, largest), "domain" if allowed > largest else "batch"
     limits = (batch * smallest / staleness, horizon)
     return Plan(learning_rate, staleness, updates, binding, *limits, (*notes, *_notes(fit, updates)))
@@ -151,12 +151,12 @@ def largest_staleness(
 def budget_used(fit: Fit, *, batch_drift: float, cumulative_drift: float) -> Budget:
     """Return S·η·G/R_batch.low and (drift since the start)/R_crit.low, without the margin for the scatter.
 
-    At 1 runs of this kind may break.
+    From a value of 1 on, runs like this may collapse.
     """
     for name, value in (("batch_drift", batch_drift), ("cumulative_drift", cumulative_drift)):
         if not 0.0 <= value < math.inf:
             raise ValueError(f"{name} must be finite and not negative, got {value}")
-    even = 0.5  # at a risk of one half the margin exp(-z·σ) is 1
-    batch = batch_drift / _usable("R_batch", fit.batch_radius, fit, even)
-    horizon = cumulative_drift / _usable("R_crit", fit.critical_radius, fit, even)
+    risk = 0.5  # then the margin exp(-z·σ) is 1
+    batch = batch_drift / _usable("R_batch", fit.batch_radius, fit, risk)
+    horizon = cumulative_drift / _usable("R_crit", fit.critical_radius, fit, risk)
     return Budget(batch, horizon, "batch" if batch >= horizon else "horizon")

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Where one update's rollouts come from."""
+    """The origin of one update's rollouts."""
 
     update: int
     generation_batch: int
@@ -26,7 +26,8 @@ class Step:
 class Schedule:
     """T updates, µ of them on each generation batch, which is made `lag` batches ahead.
 
-    The last three methods do nothing here: they are for schedules whose stages are found in training (see `spent`).
+    The last three methods do nothing here: they are for schedules whose stages are decided during training
+    (`StageSchedule`).
     """
 
     updates: int
@@ -36,7 +37,7 @@ class Schedule:
 
     @property
     def begins_at(self) -> int:
-        """The first update that is of this schedule; those before it were of another one."""
+        """The first update of this schedule; earlier updates belong to the schedule of another run."""
         return 0
 
     def __post_init__(self) -> None:
@@ -53,8 +54,8 @@ class Schedule:
     def worst_age(self) -> int:
         """S, the largest age of any rollout when it is used.
 
-        Batch g ≥ L has age L·µ at its first update and (L + 1)·µ − 1 at its last. In a run shorter than that all
-        rollouts are of version 0, and the last update is T − 1.
+        Batch g ≥ L has age L·µ at its first update and (L + 1)·µ − 1 at its last. In a shorter run all rollouts come
+        from version 0, and the last update is T − 1.
         """
         return min((self.lag + 1) * self.updates_per_generation, self.updates) - 1
 
@@ -135,9 +136,11 @@ class ListedSchedule(Schedule):
         return self.stages[generation_batch].version
 
     def updates_of(self, generation_batch: int) -> range:
-        """The updates that learn from this batch: all that were planned, or those before the next batch began."""
+        """The updates that learn from this batch: the planned ones, but none after the next batch began."""
         first, after = self.stages[generation_batch], self.stages[generation_batch + 1 :]
-        end = min(first.first_update + first.planned_updates, self.updates, *(one.first_update for one in after[:1]))
+        end = min(
+            first.first_update + first.planned_updates, self.updates, *(batch.first_update for batch in after[:1])
+        )
         return range(first.first_update, end)
 
 
@@ -155,9 +158,10 @@ class PastBatch(BatchSpan):
 
 @dataclass(frozen=True, slots=True)
 class ForkedSchedule(Schedule):
-    """The generation batches of an earlier schedule, then another one, which begins with a batch of its own.
+    """The generation batches of an earlier schedule, followed by a new schedule with batches of its own.
 
-    `updates` counts all of them; µ and the lag are of the new ones. `first_prompt` is that of the first new batch.
+    `updates` counts all updates; µ and the lag hold for the new batches. `first_prompt` is the first prompt of the
+    first new batch.
     """
 
     past: tuple[PastBatch, ...] = ()
@@ -165,7 +169,7 @@ class ForkedSchedule(Schedule):
 
     @property
     def begins_at(self) -> int:
-        """The first update that is of this schedule."""
+        """The first update of the new schedule."""
         return self.past[-1].first_update + self.past[-1].planned_updates if self.past else 0
 
     @property
@@ -180,7 +184,7 @@ class ForkedSchedule(Schedule):
     @property
     def worst_age(self) -> int:
         """The largest age of any rollout when it is used."""
-        ages = [one.first_update + one.planned_updates - 1 - one.version for one in self.past]
+        ages = [batch.first_update + batch.planned_updates - 1 - batch.version for batch in self.past]
         return max([self._rest.worst_age, *ages])
 
     def at(self, update: int) -> Step:
@@ -190,7 +194,7 @@ class ForkedSchedule(Schedule):
         if update >= self.begins_at:
             generation_batch = len(self.past) + self._rest.at(update - self.begins_at).generation_batch
         else:
-            generation_batch = sum(one.first_update <= update for one in self.past) - 1
+            generation_batch = sum(batch.first_update <= update for batch in self.past) - 1
         version = self.version_of(generation_batch)
         return Step(update, generation_batch, version, update - version)
 
@@ -203,8 +207,8 @@ class ForkedSchedule(Schedule):
     def updates_of(self, generation_batch: int) -> range:
         """The updates that learn from this generation batch."""
         if generation_batch < len(self.past):
-            one = self.past[generation_batch]
-            return range(one.first_update, one.first_update + one.planned_updates)
+            batch = self.past[generation_batch]
+            return range(batch.first_update, batch.first_update + batch.planned_updates)
         rest = self._rest.updates_of(generation_batch - len(self.past))
         return range(rest.start + self.begins_at, rest.stop + self.begins_at)
 
@@ -217,7 +221,7 @@ class ForkedSchedule(Schedule):
 
 
 def synchronous(updates: int, updates_per_generation: int = 4) -> Schedule:
-    """Generate, take µ = 4 updates, generate again: common practice elsewhere."""
+    """Generate, take µ = 4 updates, generate again: the usual schedule of other libraries."""
     return Schedule(updates, updates_per_generation)
 
 
@@ -229,5 +233,5 @@ def staged(updates: int, stages: int = 4) -> Schedule:
 
 
 def pipelined(updates: int, updates_per_generation: int, lag: int = 1) -> Schedule:
-    """Generation runs beside learning, `lag` generation batches ahead."""
+    """Generation runs in parallel with training, `lag` generation batches ahead."""
     return Schedule(updates, updates_per_generation, lag)

@@ -1,8 +1,9 @@
-"""Stages that end when their rollouts are spent; their sizes are found during the run.
+"""Stages that end when their rollouts are spent; their sizes are decided during the run.
 
-The rollouts of a stage are assigned to updates in random order, so those of the current update are a fair sample of all
-that remain. Their effective sample size and divergence, measured before the update learns from them, are those of the
-remainder. When one of them passes a bound, the stage ends. What a stage used decides how much the next one generates.
+The rollouts of a stage are assigned to updates in random order, so the rollouts of the current update are a fair sample
+of all remaining ones. Their effective sample size and divergence, measured before the update, therefore estimate those
+of the remaining rollouts. When one of the two passes a bound, the stage ends. The next stage generates rollouts
+according to how many this one used.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import Any, ClassVar
 from stalewise.staleness.schedule import BatchSpan, ListedSchedule, Schedule
 
 WINDOW = 3  # updates; the median over them, since one token of weight can halve the ESS of a single update
-SPENT_ESS = 0.9  # of the initial ESS, at which a stage is spent by default; docs/control.md has the evidence
+SPENT_ESS = 0.9  # default bound, as a fraction of the initial ESS; docs/control.md has the evidence
 FIRST_STAGE = 8  # updates
-GROWTH = 2.0  # of a stage after one that was not spent
-HEADROOM = 1.25  # over what a spent stage used, so that sizes can grow again while few rollouts are wasted
+GROWTH = 2.0  # factor on the size of a stage that was not spent
+HEADROOM = 1.25  # factor on the updates of a spent stage, so that sizes can grow again while few rollouts are wasted
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Stage(BatchSpan):
 
 @dataclass(frozen=True, slots=True)
 class StageSchedule(ListedSchedule):
-    """A schedule that is known as far as its stages have begun."""
+    """A schedule that is known up to the last stage that has begun."""
 
     stages: tuple[Stage, ...] = ()
     is_open_ended: ClassVar[bool] = True
@@ -70,36 +71,38 @@ class StageSchedule(ListedSchedule):
 
 
 def useful_share(ess: float, kl: float) -> float:
-    """Effective sample size by the weights, or as the KL divergence has it where that is smaller; NaN if unknown.
+    """The smaller of the effective sample size and exp(−2·KL); NaN if unknown.
 
-    The ESS hardly notices tokens that the policy has made rare: their weights are near 0, and only large ones lower it.
-    The divergence from the behaviour policy, per token, counts these. For log-ratios of a normal distribution with
-    variance s² it is s²/2, and the ESS is exp(−s²): so exp(−2·KL) is on the same scale, and one bound serves both.
+    Tokens that the policy makes rare hardly change the ESS: their weights go to 0, and only large weights lower it.
+    They do change the divergence from the behaviour policy, per token. For normally distributed log-ratios with
+    variance s² the divergence is s²/2 and the ESS is exp(−s²): so exp(−2·KL) is on the scale of the ESS, and one bound
+    serves both.
     """
     return math.nan if math.isnan(ess + kl) else min(ess, math.exp(-2 * kl))
 
 
 def remaining_ess(ess: Sequence[float]) -> float:
-    """Effective sample size of the remaining rollouts, from those of the stage's updates; NaN where one is unknown."""
+    """Effective sample size of the remaining rollouts: the median of the last updates; NaN if one is unknown."""
     recent = ess[-WINDOW:]
     return math.nan if not recent or any(map(math.isnan, recent)) else median(recent)
 
 
 def fresh_ess(ess: Sequence[float]) -> float:
-    """Effective sample size of a stage's rollouts when they were new: below 1 where sampler and trainer differ."""
+    """Effective sample size of a stage's rollouts when they were new; below 1 if sampler and trainer differ."""
     return max(ess[:WINDOW], default=math.nan)
 
 
 def is_spent(ess: Sequence[float], bound: float) -> bool:
     """Whether the effective sample sizes of a stage fell below `bound` times their initial value.
 
-    What temperature or rounding costs from the start, new rollouts would cost again. An unknown value counts as spent.
+    The bound is relative, since new rollouts would lose as much to temperature or rounding. Unknown values count as
+    spent.
     """
     return len(ess) >= WINDOW and not remaining_ess(ess) >= bound * fresh_ess(ess)
 
 
 def next_stage(schedule: StageSchedule, version: int, *, was_spent: bool, per_update: int) -> Stage:
-    """The stage that begins at this version: twice the last one, or about what that used if it was spent."""
+    """The stage that begins at this version: twice the last one, or about the updates that a spent one used."""
     left = schedule.updates - version
     if not schedule.stages:
         return Stage(0, version, min(FIRST_STAGE, left), 0)

@@ -27,12 +27,12 @@ from stalewise.store.manifest import (
 from stalewise.store.reader import (
     Batch,
     Selection,
-    deal,
     mean_reward,
     open_batch,
     open_shards,
     rewards_of_updates,
     rollouts_of_updates,
+    split_into_updates,
     verify_shard,
 )
 from stalewise.store.schema import (
@@ -55,6 +55,6 @@ __all__ += ["is_committed", "parse_batch_name", "read_batch_manifest", "shard_pa
 __all__ += ["Batch", "Selection", "open_batch", "open_shards", "verify_shard"]
 __all__ += ["EPISODES", "EPISODE_SCHEMA", "FORMAT", "SCHEMA"]
 __all__ += ["rollouts_from_table", "table_from_columns", "table_from_rollouts"]
-__all__ += ["deal", "mean_reward", "rewards_of_updates", "rollouts_of_updates"]
+__all__ += ["mean_reward", "rewards_of_updates", "rollouts_of_updates", "split_into_updates"]
 __all__ += ["TokenLog", "TokenRecord", "read_tokens", "token_files", "token_log_directory"]
 __all__ += ["AlreadyCommitted", "commit_batch", "complete_manifests", "next_shard", "write_shard"]

@@ -4,8 +4,8 @@ Every file is written under a temporary name in its own directory, flushed to th
 is flushed, so that the rename survives a power failure. A reader never sees half a file, and a crash at any point
 leaves the previous content.
 
-JSON that a run depends on ends with a checksum of itself (`sealed_json`), which `read_json` compares. Files of releases
-without checksums are read as they are. Files of lines are in `json_lines.py`.
+JSON files that a run depends on end with a checksum of their content (`sealed_json`), which `read_json` verifies. Files
+of older releases without checksums are read as they are. JSONL files are in `json_lines.py`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ _TEMPORARY = ".tmp-"
 _TEMPORARY_NAME = re.compile(r"\..+\.tmp-[0-9a-f]{12}")
 TRIES = 100
 PIECE = 1 << 26  # bytes of a large file that one thread hashes; part of the format of checkpoints
-CHECKSUM = "checksum"  # the last key of a record: 64 bits, against damage and not against forgery
+CHECKSUM = "checksum"  # the last key of a record: 64 bits, which detect damage but not forgery
 RESTORE = "restore it from a copy; `stalewise verify` says what depends on it"
 _ANY_SEAL = re.compile(rb',\n  "[^"\n]{0,12}": "[0-9a-f]{16}"\n\}\s*\Z')
 _SEALED_JSON = re.compile(rb',\n  "checksum": "([0-9a-f]{16})"\n\}\s*\Z')
@@ -55,7 +56,7 @@ _SEALED_JSON = re.compile(rb',\n  "checksum": "([0-9a-f]{16})"\n\}\s*\Z')
 def write_atomic(path: str | Path, content: Content, *, durable: bool = True) -> None:
     """Write a file, and missing directories, so that a crash leaves either the old content or all of the new.
 
-    Without `durable` a power failure may undo it. In a directory with a temporary name `commit_directory` sees to that.
+    Without `durable` a power failure may undo it. In a directory with a temporary name, `commit_directory` flushes it.
     """
     path, data = Path(path), content.encode() if isinstance(content, str) else content
     durable = durable and not _is_temporary(path)
@@ -70,9 +71,9 @@ def write_atomic(path: str | Path, content: Content, *, durable: bool = True) ->
 def create_atomic(path: str | Path, content: Content, *, durable: bool = True) -> bool:
     """Write a file that does not exist yet; return False and change nothing if it does.
 
-    Of several processes exactly one gets True, and readers see all of the content or none: the file is a hard link to a
-    complete one, which is atomic on network file systems, too. `durable` as for `write_atomic`. A file system without
-    hard links is checked before a rename, which two processes can do at the same instant.
+    Among several processes exactly one gets True, and readers see all of the content or none: the file is a hard link
+    to a complete file, which is atomic on network file systems, too. `durable` is as for `write_atomic`. Without hard
+    links, existence is checked before a rename, which two processes may do at the same instant.
     """
     path, data = Path(path), content.encode() if isinstance(content, str) else content
     durable = durable and not _is_temporary(path)
@@ -159,7 +160,7 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
         raise StoreError(f"{where} is corrupt: {error}; {RESTORE}") from error
     if not isinstance(record, dict):
         raise StoreError(f"{where} is corrupt: it should hold a JSON object, not a {type(record).__name__}")
-    # A checksum under another name is one whose name was damaged.
+    # A checksum under another key is one whose key was damaged.
     is_sealed = record.pop(CHECKSUM, None) is not None or _ANY_SEAL.search(content, max(0, len(content) - 64))
     if is_sealed and not has_seal(content):
         raise StoreError(f"{where} was changed after it was written: its checksum does not fit; {RESTORE}")
@@ -178,24 +179,36 @@ def sha256_file(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def cached_sha256(path: Path) -> str:
+    """`sha256_file`, computed once for each state (size and time of change) of a file."""
+    state = path.stat()
+    return _sha256_of_state(path, state.st_size, state.st_mtime_ns)
+
+
+@lru_cache(maxsize=65536)
+def _sha256_of_state(path: Path, size: int, mtime_ns: int) -> str:
+    return sha256_file(path)
+
+
 def sha256_of_pieces(path: str | Path) -> str:
     """The checksum of a large file, whose pieces are read and hashed in parallel (`joined_sha256`)."""
 
-    def of_piece(start: int) -> bytes:
-        found, left = hashlib.sha256(), PIECE
+    def digest_of_piece(start: int) -> bytes:
+        sha256 = hashlib.sha256()
+        left = PIECE
         with open(path, "rb") as file:
             file.seek(start)
             while left and (content := file.read(min(left, 1 << 20))):
-                found.update(content)
+                sha256.update(content)
                 left -= len(content)
-        return found.digest()
+        return sha256.digest()
 
     with ThreadPoolExecutor() as threads:
-        return joined_sha256(list(threads.map(of_piece, range(0, max(1, os.path.getsize(path)), PIECE))))
+        return joined_sha256(list(threads.map(digest_of_piece, range(0, max(1, os.path.getsize(path)), PIECE))))
 
 
 def joined_sha256(digests: Sequence[bytes]) -> str:
-    """SHA-256 of a file from those of its pieces: of one piece its own, of several that of theirs in a row."""
+    """SHA-256 of a file from the digests of its pieces: the digest of a single piece, or the hash of all digests."""
     return digests[0].hex() if len(digests) == 1 else hashlib.sha256(b"".join(digests)).hexdigest()
 
 
@@ -248,12 +261,12 @@ def make_directory(path: str | Path) -> None:
 def remove_if_failed(directory: str | Path) -> Iterator[None]:
     """If the block fails, remove the directory and the parents that were made for it, where they are empty."""
     directory = Path(directory).absolute()
-    made = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
+    missing = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # something is in it, or it was moved and may be put back
-            for path in made:
+        with contextlib.suppress(OSError):  # it is not empty, or it was moved and may be put back
+            for path in missing:
                 path.rmdir()
         raise
 
@@ -274,15 +287,15 @@ def temporary_name(path: str | Path) -> Path:
 
 
 def _is_temporary(path: Path) -> bool:
-    """Whether it, or a directory that it is in, has a temporary name: a crash loses it, and its commit flushes it.
+    """Whether the path or a parent has a temporary name: then a crash may lose the file, and its commit flushes it.
 
-    Flushing each of its files would wait for whatever else is being written, a checkpoint perhaps.
+    Flushing each file alone would wait for everything else that is being written, such as a checkpoint.
     """
     return any(map(_TEMPORARY_NAME.fullmatch, path.parts))
 
 
 def remove_temporaries(directory: str | Path, spare: Callable[[Path], bool] = lambda path: False) -> int:
-    """Delete what interrupted writers left under `directory`, except what `spare` selects; return how many."""
+    """Delete what interrupted writers left under `directory`, except files that `spare` selects; return how many."""
     leftovers = [path for path in Path(directory).rglob(f".*{_TEMPORARY}*") if not spare(path)]
     for leftover in leftovers:
         if leftover.is_dir():
@@ -316,9 +329,9 @@ def commit_directory(temporary: str | Path, final: str | Path) -> None:
 
 @contextlib.contextmanager
 def explain_write_errors(path: str | Path, size: int) -> Iterator[None]:
-    """Turn an error of the system in the block into a StoreError: what could not be written, and what to do.
+    """Turn an operating-system error in the block into a StoreError that names the file and the remedy.
 
-    `size` is what it takes, in bytes; 0 where that is unknown.
+    `size` is the number of bytes needed; 0 if unknown.
     """
     try:
         yield
@@ -340,11 +353,11 @@ def is_disk_full(error: StoreError) -> bool:
 
 
 def _system_error(error: Exception) -> int | None:
-    """The errno of an error, also of one that safetensors or tokenizers raise; None: it is none of the system's."""
+    """The errno of an error, also if safetensors or tokenizers raised it; None: it is no error of the system."""
     if isinstance(error, OSError):
         return error.errno or 0
-    told = re.search(r"\(os error (\d+)\)", str(error))
-    return int(told[1]) if told else errno.EINVAL if "embedded null byte" in str(error) else None
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return int(number[1]) if number else errno.EINVAL if "embedded null byte" in str(error) else None
 
 
 # One process at a time.
@@ -432,7 +445,7 @@ class RunLock:
             return True
 
     def check_not_moved(self, path: Path) -> None:
-        """Raise before `path`, in a directory that was moved away, is made anew."""
+        """Raise a StoreError if `path` is in this run directory, and the directory was moved away."""
         own = os.path.abspath(self.directory)
         inside = f"{os.path.abspath(path)}{os.sep}".startswith(f"{own}{os.sep}")
         if inside and self._descriptor is not None and self.is_gone:
@@ -440,7 +453,7 @@ class RunLock:
 
     def _moved_message(self) -> str:
         what = f"{self.directory} was moved or deleted during the run"
-        return f"{what}: put it back, or name its new place, and run the same command again; nothing else was written"
+        return f"{what}: put it back, or name its new path, and run the same command again; nothing else was written"
 
     def _busy_message(self, descriptor: int) -> str:
         holder = "another process"
@@ -459,7 +472,7 @@ class RunLock:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         is_gone = self.is_gone
         self.release()
-        if is_gone and isinstance(error, Exception):  # whatever was missed first
+        if is_gone and isinstance(error, Exception):  # whichever missing file was noticed first
             raise StoreError(self._moved_message()) from error
 
 

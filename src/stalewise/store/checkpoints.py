@@ -39,7 +39,7 @@ from stalewise.store.records import RecordSchema, dict_of, is_real, is_table, is
 
 FORMAT = "stalewise.checkpoint/2"
 SHA256 = {FORMAT: sha256_of_pieces, "stalewise.checkpoint/1": sha256_file}  # the checksum of a file, by format
-LOCAL = frozenset({"ext4", "xfs"})  # file systems that know all who read a file
+LOCAL = frozenset({"ext4", "xfs"})  # file systems on which the kernel knows every reader of a file
 MOUNTS = Path("/proc/self/mountinfo")
 _NAME = re.compile(r"v(\d{6,})")
 MANIFEST = RecordSchema(
@@ -72,9 +72,9 @@ def write_checkpoint(
 ) -> Path:
     """Let `save` fill a directory, add `state` and the manifest, and commit it.
 
-    `save` may return the SHA-256 of files that it knows, as `sha256_of_pieces` has it. `size` is how many bytes it will
-    write, for the error of a full disk. `notes` receives the bytes written and the seconds of writing, of checksums
-    with flushing, and of the commit.
+    `save` may return the SHA-256 of files that it knows, in the form of `sha256_of_pieces`. `size` is the number of
+    bytes that it will write, for the message about a full disk. `notes` receives the bytes written and the seconds of
+    writing, of checksums with flushing, and of the commit.
     """
     final = checkpoint_directory(run, version)
     temporary = temporary_name(final)
@@ -104,10 +104,10 @@ def write_checkpoint(
 
 
 def _describe_files(directory: Path, known: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Bytes and SHA-256 of every file, and all of them on the disk."""
+    """Flush all files to the disk; return the bytes and SHA-256 of each."""
     paths = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
     if gone := sorted(known.keys() - paths.keys()):
-        raise StoreError(f"{directory / gone[0]} is gone since it was written: is another process working there?")
+        raise StoreError(f"{directory / gone[0]} disappeared after it was written: is another process working there?")
     with ThreadPoolExecutor() as threads:
         flushed = [threads.submit(fsync_directory, path) for path in paths.values()]
         new = [name for name in paths if name not in known]
@@ -124,7 +124,7 @@ def _digests(paths: list[Path], sha256: Callable[[Path], str] = SHA256[FORMAT]) 
 
 
 def _write_index(directory: Path) -> None:
-    """Name the file that holds the policy: vLLM and others would also load the trainer's *.safetensors as weights."""
+    """Write an index that names the policy's file: vLLM would also load the trainer's *.safetensors as weights."""
     weights, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if weights.is_file() and not index.exists():
         with safe_open(weights, framework="numpy") as file:
@@ -190,8 +190,8 @@ def prune(
 ) -> list[int]:
     """Remove all but the `keep` newest checkpoints and the `needed` ones; return the removed versions.
 
-    As if `newest` were the newest one: those after it stay, which may be committed at any moment. `spare` may take the
-    files of one, which the next checkpoint overwrites.
+    Versions after `newest` are ignored and stay: they may be committed at any moment. `spare` may take the files of a
+    removed checkpoint, for the next checkpoint to overwrite.
     """
     found = [version for version in versions(run) if newest is None or version <= newest]
     kept = {*found[-keep:], *needed}
@@ -201,7 +201,7 @@ def prune(
 
 
 def remove_after(run: str | Path, version: int) -> None:
-    """Remove the checkpoints of later versions, the latest first: the rest can be resumed at any moment."""
+    """Remove the checkpoints of later versions, the latest first, so that the run can be resumed at any moment."""
     _remove(run, [later for later in reversed(versions(run)) if later > version])
 
 
@@ -220,14 +220,14 @@ def _remove(run: str | Path, gone: Iterable[int], spare: SpareFiles | None = Non
 
 
 class SpareFiles:
-    """Files of a checkpoint that is no longer needed, which the next one overwrites. Threads may share it.
+    """Files of a checkpoint that is no longer needed, for the next checkpoint to overwrite. Thread-safe.
 
-    Where the disk is told of freed space (mounted with `discard`), to free a checkpoint takes as long as to write one,
-    and new blocks take longer to write than old ones: a run with frequent checkpoints would wait for its disk.
+    On a file system mounted with `discard`, freeing a checkpoint takes as long as writing it, and new blocks take
+    longer to write than old ones: a run with frequent checkpoints would wait for its disk.
 
-    Files that somebody reads are never overwritten: a policy may be mapped into memory, by this process or another one.
-    The kernel tells (it grants a lease to the only user of a file). Where it cannot, on network file systems and
-    outside of Linux, checkpoints are removed. It knows clients of NFS version 4, and not those of version 3.
+    Files that are being read are never overwritten: a policy may be mapped into memory, by this or another process. The
+    kernel tells, by granting a lease only to the sole user of a file. Where it cannot, on network file systems and
+    outside of Linux, checkpoints are removed. It knows about clients of NFS version 4, but not of version 3.
     """
 
     def __init__(self) -> None:
@@ -241,7 +241,7 @@ class SpareFiles:
         """Keep a directory that was just renamed to a temporary name; False: it is to be removed."""
         paths = [directory, *directory.rglob("*")]
         large = [path for path in paths if path.suffix == ".safetensors"]
-        if any(path.is_symlink() for path in paths):  # the files in what it leads to are somebody else's
+        if any(path.is_symlink() for path in paths):  # the files behind a link belong to somebody else
             return False
         if not large or not _is_local(directory) or not all(map(is_unused, large)):
             return False
@@ -250,7 +250,7 @@ class SpareFiles:
         return True
 
     def move_to(self, directory: Path, names: Iterable[str]) -> None:
-        """Move those of these files that are there, and that nobody uses, to `directory`; remove all others."""
+        """Move those of these files that exist and are unused to `directory`; remove all others."""
         with self._lock:
             spare, self._directory = self._directory, None
         if spare is None:
@@ -259,7 +259,7 @@ class SpareFiles:
             for name in names:
                 with contextlib.suppress(OSError):  # it is not there, or cannot be moved: it is written anew
                     os.rename(spare / name, directory / name)
-                # Asked under its new name: who has the old directory open could open it there at any moment.
+                # Checked under the new name: a process that has the old directory open could open the file there.
                 if not is_unused(directory / name):
                     (directory / name).unlink(missing_ok=True)
         finally:
@@ -277,7 +277,7 @@ class SpareFiles:
 
 
 def _is_local(directory: Path) -> bool:
-    """Whether the kernel of this machine knows everybody who reads files there."""
+    """Whether the kernel of this machine knows every process that reads files there."""
     device = directory.stat().st_dev
     try:  # by its device: mounts may hide each other, and a process in another root directory sees few of them
         mounts = [line.partition(b" - ") for line in MOUNTS.read_bytes().splitlines()]
@@ -289,7 +289,7 @@ def _is_local(directory: Path) -> bool:
 
 
 def is_unused(path: Path) -> bool:
-    """Whether it is an ordinary file with one name that no process, this one included, has open or mapped."""
+    """Whether this is an ordinary file with one name that no process, this one included, has open or mapped."""
     try:
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)  # a lease of another process is no wait
     except OSError:

@@ -22,7 +22,7 @@ NUMBERS |= {"version_first": np.int32, "version_last": np.int32}
 TOKENS = {"prompt_ids": np.int32, "response_ids": np.int32, "behaviour_logp": np.float32}
 ROW_COLUMNS = (*NUMBERS, *TOKENS, "finish_reason")  # the columns of a shard that `RolloutColumns` needs
 COLUMN_FORMAT = "stalewise.column/1"
-EPISODE_COLUMNS = (*ROW_COLUMNS, "segments")  # the last is there in shards with episodes alone
+EPISODE_COLUMNS = (*ROW_COLUMNS, "segments")  # only shards with episodes have the last one
 ROW_GROUP_ROWS = 256  # the unit of reading: small enough for scattered reads, large enough for compression
 
 
@@ -43,7 +43,7 @@ class RolloutColumns:
     """R rollouts. Row i has the prompt `prompt_ids[prompt_offsets[i] : prompt_offsets[i + 1]]`, and so on.
 
     All arrays are owned and writable, so `torch.from_numpy` takes them without a copy. Response tokens that are not
-    `trained` came from outside: the policy read them, and nothing is learned from them.
+    `trained` came from tools or environments: the policy read them and is not trained on them.
     """
 
     rollout_id: npt.NDArray[np.int64]  # [R]
@@ -130,7 +130,7 @@ def rows_from_table(table: pa.Table) -> RolloutColumns:
 
 
 def _trained(table: pa.Table, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Which response tokens are the policy's: all, but for what segments say."""
+    """Which response tokens are the policy's, according to the segments; without segments all."""
     trained = np.ones(int(offsets[-1]), dtype=np.bool_)
     if "segments" not in table.column_names:
         return trained
@@ -148,9 +148,9 @@ def _trained(table: pa.Table, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.
 
 
 def concatenate(parts: Sequence[RolloutColumns]) -> RolloutColumns:
-    """The rows of several parts, of which there must be at least one."""
+    """The rows of several parts; there must be at least one part."""
     columns: dict[str, Any] = {}
-    for name in (one.name for one in fields(RolloutColumns)):
+    for name in (column.name for column in fields(RolloutColumns)):
         arrays = [getattr(part, name) for part in parts]
         if arrays[0] is None:
             continue
@@ -163,23 +163,23 @@ def concatenate(parts: Sequence[RolloutColumns]) -> RolloutColumns:
 
 
 class TokenColumn:
-    """A column with one number per response token that was computed after its rollouts: a file beside each shard.
+    """A column with one number per response token, computed after the rollouts: one file per shard.
 
-    A file names the shard (by its checksum) and what the numbers were computed with (`key`); one of another shard or
-    another key counts as missing. It holds one flat array in the order of the shard's tokens, and Parquet's own
-    checksums of it.
+    A file names its shard (by checksum) and a `key` for how the numbers were computed; a file of another shard or key
+    counts as missing. It holds one flat array in the order of the shard's tokens, with Parquet's own checksums.
     """
 
     def __init__(self, directory: Path, key: str) -> None:
         self.directory, self.key = directory, key
-        self._flat: tuple[str, npt.NDArray[np.float32]] = "", np.empty(0, np.float32)  # of the last shard that was read
+        # Checksum and numbers of the last shard that was read.
+        self._flat: tuple[str, npt.NDArray[np.float32]] = "", np.empty(0, np.float32)
 
     def path(self, shard: ShardManifest) -> Path:
         """The file of a shard's numbers."""
         return shard_path(self.directory, shard.index)
 
     def has(self, shard: ShardManifest) -> bool:
-        """Whether the numbers of a shard are there."""
+        """Whether the numbers of a shard exist."""
         try:
             metadata = pq.read_schema(self.path(shard)).metadata or {}
         except (OSError, ValueError, pa.ArrowException):
@@ -199,7 +199,7 @@ class TokenColumn:
         write_atomic(self.path(shard), memoryview(sink.getvalue()).cast("B"))
 
     def read(self, shard: ShardManifest, first: int, count: int) -> npt.NDArray[np.float32]:
-        """The numbers of `count` tokens of a shard, from the token number `first` on."""
+        """The numbers of `count` tokens of a shard, beginning with token number `first`."""
         if self._flat[0] != shard.sha256:
             try:
                 values = _read_values(self.path(shard))
@@ -219,7 +219,7 @@ class TokenColumn:
 
 
 def _read_values(path: Path) -> npt.NDArray[np.float32]:
-    """The numbers in a file of a column; StoreError says what is wrong with it."""
+    """The numbers in a file of a column; a damaged file is a StoreError."""
     try:
         table = pq.read_table(path, page_checksum_verification=True)
     except (OSError, ValueError, pa.ArrowException) as error:
@@ -230,7 +230,7 @@ def _read_values(path: Path) -> npt.NDArray[np.float32]:
 
 
 def column_problem(path: Path, batch: Path) -> str:
-    """What is wrong with a file of a column; empty: nothing. `batch` is where its rollouts are, if they are here."""
+    """The problem of a file of a column; empty if there is none. `batch` is the directory of its rollouts, if any."""
     try:
         values, metadata = _read_values(path), pq.read_schema(path).metadata or {}
         if metadata.get(b"stalewise") != COLUMN_FORMAT.encode() or not {b"shard", b"key"} <= metadata.keys():

@@ -1,9 +1,10 @@
 """JSONL files that grow by one record at a time: metrics, ledger, journal, evaluations.
 
-A record is appended with one write; a crash can leave one torn last line, which readers drop and report. Each line ends
-with a checksum of itself and of the line before, so that no line can be changed, lost or moved unnoticed. How far the
-files of a run go is in its `records.json` (`commit_records`), so that their ends cannot be lost either: until then a
-power failure may take them. Lines of releases without checksums are read as they are, and the next line covers them.
+A record is appended with one write. A crash can leave one torn last line, which readers drop and report. Each line ends
+with a checksum of itself and of the line before, so that no line can be changed, lost or moved unnoticed. The committed
+lengths of a run's files are in its `records.json` (`commit_records`), so that a lost end is noticed, too; lines after
+it may be lost in a power failure. Lines of older releases have no checksums: they are read as they are, and the next
+line with a checksum covers them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from stalewise.store.atomic import (
 
 log = logging.getLogger(__name__)
 
-RECORDS = "records.json"  # of a run: how far its JSONL files go
+RECORDS = "records.json"  # the committed lengths of a run's JSONL files
 RECORDS_FORMAT = "stalewise.records/1"
 _SEALED_LINE = re.compile(rb'[,{] "checksum": "([0-9a-f]{16})"\}\n')
 _SEAL_BYTES = len(b', "checksum": "0123456789abcdef"}\n')
@@ -54,7 +55,7 @@ def append_line(path: str | Path, record: Mapping[str, Any], *, durable: bool = 
     """Append one record to a JSONL file, with its checksum: one write, then fsync. The newline commits it.
 
     A torn tail from an earlier crash is cut off first, or it would become a corrupt line in the middle. Without
-    `durable` it is not flushed, which waits for whatever else is being written: `commit_records` does that.
+    `durable` the file is not flushed, since that waits for everything that is being written; `commit_records` does it.
     """
     path, head = Path(path), _head(record)
     with explain_write_errors(path, len(head) + _SEAL_BYTES):
@@ -97,7 +98,7 @@ def read_jsonl(path: str | Path, on_torn: Callable[[str], object] = log.warning)
 
 
 def scan_lines(path: str | Path, on_torn: Callable[[str], object] = log.warning) -> list[Line]:
-    """The lines of a JSONL file, each with what is wrong with it; a torn last line is left out."""
+    """The lines of a JSONL file, each with its problem, if any; a torn last line is left out."""
     path = Path(path)
     committed = _committed(path)
     try:
@@ -147,9 +148,9 @@ def _is_kept(path: Path, line: Line, keep: Callable[[dict[str, Any]], bool]) -> 
 
 
 def commit_records(run: str | Path, ends: Mapping[str, tuple[int, str]] | None = None) -> None:
-    """Flush the JSONL files of a run and write down how far they go, so that the loss of their ends is noticed.
+    """Flush the JSONL files of a run and write their lengths to `records.json`, so that the loss of an end is noticed.
 
-    `ends`: how far that is, if they may have grown since (`record_ends`).
+    `ends` are the lengths to commit (`record_ends`), if the files may have grown since.
     """
     run = Path(run)
     ends, before = record_ends(run) if ends is None else ends, committed_ends(run)
@@ -189,7 +190,7 @@ def _write_ends(run: Path, ends: Mapping[str, tuple[int, str]]) -> None:
 
 def _run_of(path: Path) -> Path | None:
     """The directory whose `records.json` covers a JSONL file."""
-    return next((place for place in (path.parent, path.parent.parent) if (place / RECORDS).is_file()), None)
+    return next((parent for parent in (path.parent, path.parent.parent) if (parent / RECORDS).is_file()), None)
 
 
 def _committed(path: Path) -> tuple[int, str] | None:
@@ -198,7 +199,7 @@ def _committed(path: Path) -> tuple[int, str] | None:
 
 
 def _uncommit(path: Path, size: int) -> None:
-    """Before a file is cut: a process that is killed in between must not leave more committed than there is."""
+    """Lower the committed length before truncating, so that a kill in between never leaves it beyond the file's end."""
     run = _run_of(path)
     if run is not None:
         name, ends = path.relative_to(run).as_posix(), committed_ends(run)
@@ -251,7 +252,7 @@ def _parse_line(raw: bytes) -> tuple[dict[str, Any], str]:
 
 
 def _sealed_lines(records: Iterable[Mapping[str, Any]], link: bytes) -> tuple[bytes, bytes]:
-    """Lines with checksums that follow on `link`, and the link after them."""
+    """Lines with checksums, chained to the checksum `link` of the line before; and the checksum of the last line."""
     lines: list[bytes] = []
     for record in records:
         lines.append(_sealed_line(_head(record), link))
@@ -260,7 +261,7 @@ def _sealed_lines(records: Iterable[Mapping[str, Any]], link: bytes) -> tuple[by
 
 
 def _head(record: Mapping[str, Any]) -> bytes:
-    """A record as JSON, up to where the checksum goes; the comma or, in an empty record, the brace is part of that."""
+    """A record as JSON, up to the checksum; the comma (in an empty record the brace) belongs to the checksum."""
     return (
         json.dumps(record, default=json_default).encode().removesuffix(b"}").removesuffix(b"{" if not record else b"")
     )
@@ -271,16 +272,16 @@ def _sealed_line(head: bytes, link: bytes) -> bytes:
 
 
 def _seal_before(content: bytes, end: int) -> bytes:
-    """What the checksum of a line that begins at `end` depends on: that of the line before it.
+    """The checksum of the line before `end`, on which the checksum of the next line depends.
 
-    Lines of a release without checksums count as a whole. Nothing before it: empty.
+    If that line has none (older releases), it is a digest of everything before `end`. It is empty at the beginning.
     """
     seal = _SEALED_LINE.fullmatch(content, max(0, end - _SEAL_BYTES), end)
     return seal[1] if seal else digest(content[:end]).encode() if end else b""
 
 
 def _seal_before_in(descriptor: int, end: int) -> bytes:
-    """`_link` of an open file, of which only the last bytes are read if it has checksums."""
+    """`_seal_before` for an open file; reads only its tail if lines have checksums."""
     tail = os.pread(descriptor, _SEAL_BYTES, max(0, end - _SEAL_BYTES)) if end >= _SEAL_BYTES else b""
     seal = _SEALED_LINE.fullmatch(tail[: min(end, _SEAL_BYTES)])
     return seal[1] if seal else _seal_before(os.pread(descriptor, end, 0), end)

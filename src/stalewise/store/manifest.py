@@ -1,4 +1,4 @@
-"""Manifests: small JSON files that commit a shard or a generation batch. Without its manifest it does not exist."""
+"""Manifests: small JSON files that commit a shard or a generation batch, which do not exist without them."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def shard_manifest_path(directory: str | Path, index: int) -> Path:
 def committed_shards(directory: str | Path) -> list[ShardManifest]:
     """Manifests of the committed shards, by index. A shard is committed if both its file and its manifest exist.
 
-    So a damaged shard that was moved away is missing, and the same command generates it again.
+    So a damaged shard that was moved away counts as missing, and the same command generates it again.
     """
     directory = Path(directory)
     names = (entry.name for entry in directory.iterdir()) if directory.is_dir() else ()

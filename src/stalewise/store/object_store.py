@@ -1,7 +1,7 @@
-"""Storage that several machines share: a directory or an object store, behind the operations that both support.
+"""Storage that several machines share: a directory or an object store, with the operations that both support.
 
-Object stores have no rename, so none is used: a large object is written first and counts only when a small object names
-it with its size and SHA-256. Only the creation of a small object has to be atomic.
+Object stores have no rename. So a large object is written first, and counts only once a small object names it with its
+size and SHA-256. Only the creation of a small object has to be atomic.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from stalewise.errors import ConfigError, StoreError
 from stalewise.store.atomic import create_atomic, explain_write_errors, make_directory, temporary_name, write_atomic
 
-# Here `mode="create"` is one request that the store decides. Elsewhere fsspec checks and then writes, so we read the
-# object back: for a moment two processes may both think that they were first.
+# In these stores `mode="create"` is one atomic request. In others fsspec checks and then writes, so we read the object
+# back; for a moment two processes may both believe that they were first.
 ATOMIC = frozenset({"s3", "s3a", "memory"})
 _PACKAGES = {"s3": "stalewise[s3]", "s3a": "stalewise[s3]"}
 
@@ -82,15 +82,15 @@ class DirectoryStore:
             raise StoreError(f"cannot read {self.root / name}: {error.strerror}") from error
 
     def create(self, name: str, content: bytes) -> bool:
-        """By a hard link. Orders and claims need not survive a power failure: no process that uses them does."""
+        """Create a file with a hard link. Work orders and claims need not survive a power failure: no worker does."""
         return create_atomic(self.root / name, content, durable=False)
 
     def write(self, name: str, content: bytes) -> None:
-        """By a rename, without waiting for the disk."""
+        """Write a file with a rename, without waiting for the disk."""
         write_atomic(self.root / name, content, durable=False)
 
     def upload(self, path: Path, name: str) -> None:
-        """By a copy under a temporary name."""
+        """Copy a file under a temporary name, and rename it."""
         final = self.root / name
         temporary = temporary_name(final)
         with explain_write_errors(final, path.stat().st_size):
@@ -101,7 +101,7 @@ class DirectoryStore:
             os.replace(temporary, final)
 
     def download(self, name: str, path: Path) -> None:
-        """By a copy."""
+        """Copy a file."""
         try:
             shutil.copyfile(self.root / name, path)
         except FileNotFoundError:
@@ -152,7 +152,7 @@ class RemoteStore:
                 return None
 
     def create(self, name: str, content: bytes) -> bool:
-        """By a conditional request (If-None-Match), if the store supports it."""
+        """Create an object with a conditional request (If-None-Match), if the store supports it."""
         with self._explained(name):
             try:
                 self._files.pipe_file(self._path(name), content, mode="create")
@@ -162,17 +162,17 @@ class RemoteStore:
         return self._atomic or self.read(name) == content
 
     def write(self, name: str, content: bytes) -> None:
-        """By one request."""
+        """Write an object with one request."""
         with self._explained(name):
             self._files.pipe_file(self._path(name), content)
 
     def upload(self, path: Path, name: str) -> None:
-        """In parts if it is large; the object exists when the last one is there."""
+        """Upload a file, in parts if it is large; the object exists once the last part has arrived."""
         with self._explained(name):
             self._files.put_file(str(path), self._path(name))
 
     def download(self, name: str, path: Path) -> None:
-        """Into a file."""
+        """Download an object into a file."""
         with self._explained(name):
             try:
                 self._files.get_file(self._path(name), str(path))

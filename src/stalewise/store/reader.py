@@ -59,12 +59,13 @@ def open_batch(directory: str | Path, verify: bool = True) -> Batch:
 
 
 def open_shards(directory: str | Path, count: int) -> Batch:
-    """The first shards of a generation batch that is being made."""
-    shards, name = tuple(committed_shards(directory)[:count]), parse_batch_name(directory)
-    counts = {key: sum(getattr(one, key) for one in shards) for key in ("rows", "tokens", "prompt_tokens", "truncated")}
-    known: dict[str, Any] = {"task": "", "reward_mean": None, "samplers": (), "shards": shards}
-    known |= {"verifier_errors": sum(one.verifier_errors for one in shards), "seconds": sum(s.seconds for s in shards)}
-    return Batch(Path(directory), BatchManifest(name.generation_batch, name.version, **counts, **known))
+    """The first shards of a generation batch that is being generated."""
+    shards = tuple(committed_shards(directory)[:count])
+    name = parse_batch_name(directory)
+    summed = ("rows", "tokens", "prompt_tokens", "truncated", "verifier_errors", "seconds")
+    totals: dict[str, Any] = {key: sum(getattr(shard, key) for shard in shards) for key in summed}
+    others: dict[str, Any] = {"task": "", "reward_mean": None, "samplers": (), "shards": shards}
+    return Batch(Path(directory), BatchManifest(name.generation_batch, name.version, **totals, **others))
 
 
 def verify_shard(directory: str | Path, shard: ShardManifest, checksum: bool = True) -> None:
@@ -78,9 +79,10 @@ def verify_shard(directory: str | Path, shard: ShardManifest, checksum: bool = T
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Informative groups are dealt to this many updates; `penalty` is added to rewards, given response lengths."""
+    """How groups with variance are divided among updates."""
 
-    updates: int
+    updates: int  # among which the groups with variance are divided
+    # Added to rewards, as a function of response lengths.
     penalty: Callable[[npt.NDArray[Any]], npt.NDArray[Any] | float] = lambda lengths: 0.0
 
 
@@ -274,32 +276,32 @@ def _known(columns: Sequence[str] | None) -> list[str] | None:
     return None if columns is None else list(columns)
 
 
-def deal(group_column: npt.ArrayLike, per_update: int) -> list[npt.NDArray[np.int64]]:
-    """Positions of the rows of each update: `per_update` whole groups by group id, the last update gets the rest.
+def split_into_updates(group_column: npt.ArrayLike, per_update: int) -> list[npt.NDArray[np.int64]]:
+    """Positions of the rows of each update: `per_update` whole groups by group id; the last update gets the rest.
 
     Rows of one group need not be adjacent in `group_column`.
 
-    >>> [rows.tolist() for rows in deal([7, 7, 5, 5, 9, 7], per_update=2)]
+    >>> [rows.tolist() for rows in split_into_updates([7, 7, 5, 5, 9, 7], per_update=2)]
     [[2, 3, 0, 1, 5], [4]]
     """
     if per_update < 1:
         raise ValueError(f"per_update is {per_update}: an optimizer batch has at least one group")
     groups = np.asarray(group_column, dtype=np.int64)
     order = np.argsort(groups, kind="stable")
-    firsts = np.flatnonzero(np.diff(groups[order], prepend=groups[order][:1] - 1))  # of each group
+    firsts = np.flatnonzero(np.diff(groups[order], prepend=groups[order][:1] - 1))  # index of each group's first row
     return np.split(order, firsts[per_update::per_update]) if len(order) else []
 
 
-def deal_informative(
+def split_informative(
     group_column: npt.ArrayLike, informative: npt.NDArray[np.bool_], per_update: int, updates: int
 ) -> list[npt.NDArray[np.int64]]:
     """Positions of the rows of each update: equally many informative groups each, and equally many of the others.
 
-    An update gets `per_update` informative groups, the rest stay unused; where there are too few, they are divided. All
-    other groups are divided, too, so that what an update reports is of a fair sample.
+    An update gets `per_update` informative groups; further ones stay unused. If there are too few, they are divided
+    evenly. All other groups are divided, too, so that an update reports metrics of a fair sample.
 
-    >>> rows = deal_informative([0, 1, 2, 3, 4, 5], np.array([1, 0, 0, 1, 1, 0], bool), per_update=1, updates=2)
-    >>> [one.tolist() for one in rows]
+    >>> rows = split_informative([0, 1, 2, 3, 4, 5], np.array([1, 0, 0, 1, 1, 0], bool), per_update=1, updates=2)
+    >>> [positions.tolist() for positions in rows]
     [[0, 1, 2], [3, 5]]
     """
     groups = np.asarray(group_column, dtype=np.int64)
@@ -332,8 +334,8 @@ def positions_of_updates(batch: Batch, per_update: int) -> list[npt.NDArray[np.i
     """Positions of the rows of each update on a generation batch."""
     group = batch.column("group")
     if batch.selection is None:
-        return deal(group, per_update)
-    return deal_informative(group, batch.informative(), per_update, batch.selection.updates)
+        return split_into_updates(group, per_update)
+    return split_informative(group, batch.informative(), per_update, batch.selection.updates)
 
 
 def rollouts_of_updates(batch: Batch, per_update: int) -> list[npt.NDArray[np.int64]]:

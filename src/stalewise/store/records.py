@@ -1,7 +1,7 @@
-"""The one reader of the records of a run: what each must hold, and which file and line does not.
+"""Schemas of the records of a run, and the reader that checks each file and line against them.
 
-A program that goes on from records reads them strictly: the first that is damaged is a StoreError. One that shows them
-collects what is damaged, and leaves it out.
+Commands that continue a run read records strictly: damage is a StoreError. Commands that show a run leave damaged
+records out and report them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def is_interval(value: Any) -> bool:
 
 
 def is_by_prompt(value: Any) -> bool:
-    """Whether this has results per prompt: three lists of equal length, or nothing."""
+    """Whether these are results per prompt: three lists of equal length; or an empty dict."""
     checks = {"prompt_ids": list_of(is_text), "score": list_of(is_number), "scored": list_of(is_whole)}
     if not isinstance(value, dict) or not value or not all(check(value.get(key)) for key, check in checks.items()):
         return value == {}
@@ -85,7 +85,7 @@ class RecordSchema:
         return not self.problem(record)
 
     def problem(self, record: Any) -> str:
-        """What is wrong with a record; empty: nothing."""
+        """The problem of a record; empty if there is none."""
         if not isinstance(record, dict):
             return "it is no JSON object"
         required = {**self.required, **self.of_event.get(str(record.get("event")), {})}
@@ -106,8 +106,8 @@ def read_records(
 ) -> list[dict[str, Any]]:
     """The records of a JSONL file; a missing file has none.
 
-    A line that was changed, or that `schema` does not accept, is a StoreError; with `on_damage` it is reported there
-    and left out. So is a last line that a crash has torn, in both cases.
+    A line that was changed, or that `schema` does not accept, is a StoreError. With `on_damage` it is reported there
+    and left out. A last line that a crash has torn is always left out.
     """
     damage = on_damage or _refuse
     records: list[dict[str, Any]] = []
@@ -137,7 +137,7 @@ def _refuse(problem: str) -> None:
 
 
 ANY = RecordSchema({})
-# What later decisions use.
+# The metrics that later decisions use.
 SUMMARY = ("reward", "reward_error", "ess", "kl_behaviour_policy", "drift", "batch_budget", "horizon_budget")
 METRIC = RecordSchema(
     {"update": is_whole}, optional={"generation_batch": is_whole, **dict.fromkeys((*SUMMARY, "seconds"), is_real)}
@@ -161,7 +161,7 @@ EVALUATION = RecordSchema(
         "majority": is_interval,
         "settings": is_table,
         "by_task": dict_of(
-            lambda one: is_table(one) and is_whole(one.get("prompts")) and is_interval(one.get("accuracy"))
+            lambda entry: is_table(entry) and is_whole(entry.get("prompts")) and is_interval(entry.get("accuracy"))
         ),
     },
 )

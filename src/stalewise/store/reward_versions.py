@@ -1,7 +1,7 @@
-"""Further rewards of rollouts that exist: `rewards/NAME/` in a run directory, beside the first ones in the shards.
+"""Versions of the rewards of existing rollouts: `rewards/NAME/` in a run directory; the first is in the shards.
 
-A version has one Parquet file per generation batch and `manifest.json`, which says how it was scored. It is written as
-a whole and never changed; the rewards in the shards stay as they are.
+A version has one Parquet file per generation batch and a `manifest.json`, which says how it was scored. It is committed
+as a whole and never changed; the rewards in the shards stay as they are.
 """
 
 from __future__ import annotations
@@ -62,27 +62,27 @@ class RewardVersion:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The version's name."""
         return self.directory.name
 
     def rewards_of(self, batch: BatchManifest, directory: Path) -> BatchRewards:
         """The rewards of a generation batch; StoreError if other rollouts were scored, or the file is damaged."""
-        listed = self.record["batches"].get(directory.name)
-        if listed is None:
+        entry = self.record["batches"].get(directory.name)
+        if entry is None:
             raise StoreError(f"{self.directory} has no rewards of {directory.name}: rescore the run again")
-        if listed["shards"] != [shard.sha256 for shard in batch.shards]:
+        if entry["shards"] != [shard.sha256 for shard in batch.shards]:
             raise StoreError(f"{self.directory} has rewards of other rollouts than those in {directory}: rescore again")
         path = self.path(directory.name)
         if self.is_damaged(directory.name):
             raise StoreError(f"{path} is damaged or missing: remove {self.directory} and rescore again")
-        return BatchRewards(self.name, listed["sha256"], pq.read_table(path, use_threads=False))
+        return BatchRewards(self.name, entry["sha256"], pq.read_table(path, use_threads=False))
 
     def path(self, batch: str) -> Path:
         """The file of a generation batch's rewards."""
         return self.directory / f"{batch}.parquet"
 
     def is_damaged(self, batch: str) -> bool:
-        """Whether the file of a batch is not as it was written."""
+        """Whether the file of a batch is missing or changed."""
         path = self.path(batch)
         return not path.is_file() or sha256_file(path) != self.record["batches"][batch]["sha256"]
 
@@ -107,7 +107,7 @@ class BatchRewards:
 
 
 def versions_directory(run: str | Path) -> Path:
-    """Where the reward versions of a run are."""
+    """The directory of a run's reward versions."""
     return Path(run) / "rewards"
 
 
@@ -115,8 +115,8 @@ def reward_versions(run: str | Path) -> list[RewardVersion]:
     """The committed versions of a run's rewards, oldest first."""
     root = versions_directory(run)
     paths = [path for path in (root.iterdir() if root.is_dir() else ()) if (path / "manifest.json").is_file()]
-    found = [read_version(path) for path in paths if not path.name.startswith(".")]
-    return sorted(found, key=lambda one: (one.record["time"], one.name))
+    versions = [read_version(path) for path in paths if not path.name.startswith(".")]
+    return sorted(versions, key=lambda version: (version.record["time"], version.name))
 
 
 def read_version(directory: Path) -> RewardVersion:
@@ -129,17 +129,17 @@ def read_version(directory: Path) -> RewardVersion:
 
 
 def find_version(run: str | Path, name: str) -> RewardVersion:
-    """A version by its name; StoreError lists those that exist."""
+    """The version with this name; for an unknown name a StoreError that lists the known ones."""
     directory = versions_directory(run) / name
     if not (directory / "manifest.json").is_file():
-        known = [one.name for one in reward_versions(run)]
-        what = nearest(name, known) if known else "it has only its first; `stalewise rescore` makes others"
-        raise StoreError(f"{run} has no rewards {name!r}; {what}")
+        known = [version.name for version in reward_versions(run)]
+        advice = nearest(name, known) if known else "it has only its first; `stalewise rescore` makes others"
+        raise StoreError(f"{run} has no rewards {name!r}; {advice}")
     return read_version(directory)
 
 
 def check_new_name(run: str | Path, name: str) -> None:
-    """Refuse a name that exists or that no directory should have."""
+    """Raise a StoreError for a name that exists or that no directory should have."""
     if not _NAME.fullmatch(name) or name == FIRST:
         raise StoreError(f"rewards cannot be called {name!r}: use letters, digits, - and _, and not {FIRST!r}")
     if (versions_directory(run) / name).exists():
@@ -168,7 +168,7 @@ def new_version(run: str | Path, name: str) -> Iterator[VersionWriter]:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """No other process writes a version here; what a killed one has left is removed."""
+    """Lock the directory against other writers, and remove files of writers that were killed."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks
@@ -193,9 +193,9 @@ class VersionWriter:
         """Write the rewards of a generation batch, in the order of rollout ids."""
         columns = [
             pa.array(rollout_ids, pa.int64()),
-            pa.array([None if math.isnan(one.value) else one.value for one in rewards], pa.float64()),
-            pa.array([[{"name": k, "value": v} for k, v in one.parts.items()] for one in rewards], REWARD_PARTS),
-            pa.array([one.error.encode("utf-8", "replace").decode() for one in rewards], pa.string()),
+            pa.array([None if math.isnan(reward.value) else reward.value for reward in rewards], pa.float64()),
+            pa.array([[{"name": k, "value": v} for k, v in reward.parts.items()] for reward in rewards], REWARD_PARTS),
+            pa.array([reward.error.encode("utf-8", "replace").decode() for reward in rewards], pa.string()),
         ]
         path = self.directory / f"{name}.parquet"
         pq.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), path, compression="zstd")

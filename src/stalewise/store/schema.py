@@ -35,12 +35,12 @@ SAMPLER = pa.struct(
         pa.field("top_p", pa.float64(), nullable=False),
         pa.field("top_k", pa.int32(), nullable=False),
         pa.field("seed", pa.int64(), nullable=False),
-        # Shards from before these two have neither: their rollouts are of exact weights and of the run's own policy.
+        # Older shards lack the next two: their rollouts have exact weights and the run's own policy.
         pa.field("weights", pa.string(), nullable=False),
         pa.field("policy", pa.string(), nullable=False),
     ]
 )
-# A list of pairs and not an Arrow map, which `datasets` cannot open; nor a struct, whose fields would differ by task.
+# A list of pairs: `datasets` cannot open an Arrow map, and the fields of a struct would differ by task.
 REWARD_PARTS = _list_of(pa.struct([pa.field("name", pa.string()), pa.field("value", pa.float64())]))
 
 SCHEMA = pa.schema(
@@ -51,7 +51,7 @@ SCHEMA = pa.schema(
         pa.field("prompt_ids", _list_of(pa.int32()), nullable=False),
         pa.field("response_ids", _list_of(pa.int32()), nullable=False),
         pa.field("behaviour_logp", _list_of(pa.float32()), nullable=False),
-        # The lengths say nothing new, but with them packing is planned without decoding a single token.
+        # The lengths are redundant; with them packing is planned without decoding any token.
         pa.field("prompt_length", pa.int32(), nullable=False),
         pa.field("response_length", pa.int32(), nullable=False),
         pa.field("reward", pa.float64()),  # null where the verifier failed
@@ -65,7 +65,7 @@ SCHEMA = pa.schema(
     ],
     metadata={FORMAT_KEY: FORMAT.encode()},
 )
-# Episodes have one column more. A shard of one-turn rollouts does not have it, and is what it was before episodes.
+# Shards with episodes have one more column. Shards of one-turn rollouts keep the schema above.
 SEGMENTS = _list_of(pa.struct([pa.field("by", pa.string(), nullable=False), pa.field("tokens", pa.int32(), False)]))
 EPISODE_SCHEMA = SCHEMA.append(pa.field("segments", SEGMENTS, nullable=False)).with_metadata(
     {FORMAT_KEY: EPISODES.encode()}
@@ -110,7 +110,7 @@ def table_from_columns(columns: Mapping[str, Sequence[Any]]) -> pa.Table:
     segments = _segments(columns)
     if not any(segments):
         return pa.Table.from_arrays([arrays[name] for name in SCHEMA.names], schema=SCHEMA)
-    records = [[{"by": _storable(one.by), "tokens": one.tokens} for one in row] for row in segments]
+    records = [[{"by": _storable(segment.by), "tokens": segment.tokens} for segment in row] for row in segments]
     arrays["segments"] = _convert("segments", lambda: pa.array(records, SEGMENTS))
     return pa.Table.from_arrays([arrays[name] for name in EPISODE_SCHEMA.names], schema=EPISODE_SCHEMA)
 
@@ -132,7 +132,7 @@ def rollouts_from_table(table: pa.Table) -> Iterator[Rollout]:
         row["reward"] = math.nan if row["reward"] is None else row["reward"]
         row["reward_parts"] = {part["name"]: part["value"] for part in row["reward_parts"]}
         row["finish_reason"] = FinishReason(row["finish_reason"])
-        row["segments"] = tuple(Segment(one["by"], one["tokens"]) for one in row.get("segments", ()))
+        row["segments"] = tuple(Segment(segment["by"], segment["tokens"]) for segment in row.get("segments", ()))
         yield Rollout(**row, sampler=samplers[key], seed=seed)
 
 
@@ -153,24 +153,26 @@ def _check(columns: Mapping[str, Sequence[Any]]) -> None:
 
 def _segments(columns: Mapping[str, Sequence[Any]]) -> list[tuple[Segment, ...]]:
     """The segments of each rollout, none for one turn; StoreError where they do not describe its tokens."""
-    given: list[tuple[Segment, ...]] = []
+    checked: list[tuple[Segment, ...]] = []
     names = ("rollout_id", "response_ids", "behaviour_logp")
     rows = zip(columns.get("segments", [()] * len(columns["rollout_id"])), *(columns[n] for n in names), strict=True)
     for segments, rollout_id, response_ids, logp in rows:
-        given.append(() if all(one.by == POLICY for one in segments) else tuple(segments))
+        checked.append(() if all(segment.by == POLICY for segment in segments) else tuple(segments))
         if not segments:
             continue
-        if min(one.tokens for one in segments) < 1 or sum(one.tokens for one in segments) != len(response_ids):
-            sizes = [one.tokens for one in segments]
+        if min(segment.tokens for segment in segments) < 1 or sum(segment.tokens for segment in segments) != len(
+            response_ids
+        ):
+            sizes = [segment.tokens for segment in segments]
             raise StoreError(f"rollout {rollout_id} has {len(response_ids)} response tokens but segments of {sizes}")
-        if not any(one.by == POLICY for one in segments):
+        if not any(segment.by == POLICY for segment in segments):
             raise StoreError(f"rollout {rollout_id} has no token of the policy: give at least one segment by policy")
-        trained = np.repeat([one.by == POLICY for one in segments], [one.tokens for one in segments])
+        trained = np.repeat([segment.by == POLICY for segment in segments], [segment.tokens for segment in segments])
         if np.any(np.asarray(logp)[~trained]):
             raise StoreError(
                 f"rollout {rollout_id} has behaviour log-probabilities of tokens from outside: give 0 there"
             )
-    return given
+    return checked
 
 
 def _check_finite(rollout_ids: Sequence[int], behaviour_logp: pa.ListArray) -> None:
@@ -178,9 +180,9 @@ def _check_finite(rollout_ids: Sequence[int], behaviour_logp: pa.ListArray) -> N
     if not finite.all():
         token = int(np.argmin(finite))
         row = int(np.searchsorted(behaviour_logp.offsets.to_numpy(), token, side="right")) - 1
-        place = token - int(behaviour_logp.offsets[row].as_py())
+        position = token - int(behaviour_logp.offsets[row].as_py())
         name = f"rollout {rollout_ids[row]}"
-        raise StoreError(f"{name}: the behaviour log-probability of response token {place} is not finite")
+        raise StoreError(f"{name}: the behaviour log-probability of response token {position} is not finite")
 
 
 def _convert(name: str, make: Callable[[], Any]) -> Any:
@@ -202,7 +204,7 @@ def _lists(name: str, lists: Sequence[Sequence[Any]], dtype: type) -> pa.ListArr
     if lists and all(isinstance(values, np.ndarray) and values.dtype == dtype for values in lists):
         flat = np.concatenate(lists)
     else:
-        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused as that
+        with np.errstate(over="ignore"):  # a value that float32 cannot hold becomes infinite, and is refused as such
             flat = _convert(name, lambda: np.fromiter(chain.from_iterable(lists), dtype=dtype, count=int(offsets[-1])))
     values = pa.array(flat)
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values, type=SCHEMA.field(name).type)
@@ -210,7 +212,7 @@ def _lists(name: str, lists: Sequence[Sequence[Any]], dtype: type) -> pa.ListArr
 
 def _samplers(settings: Sequence[SamplerSettings], seeds: Sequence[int]) -> pa.StructArray:
     sampler_fields = list(SAMPLER)
-    values = [seeds if f.name == "seed" else [getattr(one, f.name) for one in settings] for f in sampler_fields]
+    values = [seeds if f.name == "seed" else [getattr(sampler, f.name) for sampler in settings] for f in sampler_fields]
     arrays = [
         _convert(f"sampler.{f.name}", lambda v=v, f=f: pa.array(v, f.type))
         for v, f in zip(values, sampler_fields, strict=True)
@@ -219,7 +221,7 @@ def _samplers(settings: Sequence[SamplerSettings], seeds: Sequence[int]) -> pa.S
 
 
 def _storable(text: str) -> str:
-    """Replace what UTF-8 cannot hold; two surrogates that make one character become that character."""
+    """Replace characters that UTF-8 cannot hold; a surrogate pair becomes its character."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -15,7 +15,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,10 @@ import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError
 from stalewise.store.atomic import (
+    cached_sha256,
     check_format,
     fsync_directory,
     make_directory,
-    sha256_file,
     write_atomic,
     write_json_atomic,
 )
@@ -43,7 +42,7 @@ SCHEMA = pa.schema(
         pa.field("rollout_id", pa.int64(), nullable=False),
         pa.field("update", pa.int32(), nullable=False),
         pa.field("advantage", pa.float32(), nullable=False),
-        pa.field("worst_log_ratio", pa.float32(), nullable=False),  # of the token farthest from 0
+        pa.field("worst_log_ratio", pa.float32(), nullable=False),  # the token's log-ratio that is farthest from 0
         pa.field("clipped", pa.int32(), nullable=False),
         pa.field("vetoed", pa.int32(), nullable=False),
         pa.field("logp", pa.list_(pa.field("element", pa.float32(), nullable=False)), nullable=False),
@@ -75,7 +74,7 @@ class TokenLog:
         self._waiting: dict[int, TokenRecord] = {}
 
     def add(self, update: int, record: TokenRecord | None) -> None:
-        """Keep the record of an update until the next commit; None: there is nothing to record."""
+        """Keep the record of an update until the next commit; None: the update has nothing to record."""
         if record is not None:
             self._waiting[update] = record
 
@@ -134,24 +133,17 @@ def token_manifest_path(path: Path) -> Path:
 
 
 def check_token_file(path: Path, checksum: bool = True) -> None:
-    """Compare a file with its checksum, once for each state of it; files of earlier releases have none."""
+    """Compare a file with its checksum, once for each state of the file; files of older releases have none."""
     if not token_manifest_path(path).is_file():
         return
     manifest = read_record(token_manifest_path(path), MANIFEST)
     try:
-        stat = path.stat()
-        is_whole = stat.st_size == manifest["bytes"]
-        is_whole = is_whole and (not checksum or _sha256(path, stat.st_size, stat.st_mtime_ns) == manifest["sha256"])
+        is_whole = path.stat().st_size == manifest["bytes"]
+        is_whole = is_whole and (not checksum or cached_sha256(path) == manifest["sha256"])
     except OSError as error:
         raise _damaged(path, error) from error
     if not is_whole or manifest["file"] != path.name:
         raise _damaged(path, f"its content differs from {token_manifest_path(path).name}")
-
-
-@lru_cache(maxsize=65536)
-def _sha256(path: Path, size: int, mtime_ns: int) -> str:
-    """Size and time are arguments so that a changed file is hashed again."""
-    return sha256_file(path)
 
 
 def read_light(path: str | Path) -> pa.Table:

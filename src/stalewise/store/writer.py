@@ -63,7 +63,7 @@ def write_shard(
     table = rollouts if isinstance(rollouts, pa.Table) else table_from_rollouts(rollouts)
     data = _parquet(table)
     if not create_atomic(path, data):
-        data, table = _first_come(path, data, table)
+        data, table = _adopt_or_replace(path, data, table)
     manifest = _describe(index, path.name, data, table, seconds, extra or {})
     if not create_atomic(manifest_path, sealed_json(manifest_record(manifest))):
         raise _committed(path)
@@ -74,26 +74,27 @@ def _committed(path: Path) -> AlreadyCommitted:
     return AlreadyCommitted(f"{path} is committed already and is never rewritten: go on with the next missing shard")
 
 
-def _first_come(path: Path, data: memoryview, table: pa.Table) -> tuple[memoryview, pa.Table]:
-    """The content of an uncommitted shard that holds the same rollouts; any other content is replaced by ours.
+def _adopt_or_replace(path: Path, data: memoryview, table: pa.Table) -> tuple[memoryview, pa.Table]:
+    """The content of an uncommitted shard file, if it holds the same rollouts; otherwise it is replaced by ours.
 
-    The process that wrote it may still commit it, or have ended. Files under their final names are complete, so both
-    processes write the same manifest.
+    The process that wrote it may still commit it, or may have ended. Files under their final names are complete, so
+    both processes write the same manifest.
     """
-    found = memoryview(path.read_bytes())
-    if found == data:
+    existing = memoryview(path.read_bytes())
+    if existing == data:
         return data, table
     try:
-        theirs = pq.read_table(pa.BufferReader(found))
-        if theirs.schema.equals(table.schema) and _asked(theirs) == _asked(table):
-            return found, theirs
+        theirs = pq.read_table(pa.BufferReader(existing))
+        if theirs.schema.equals(table.schema) and _requested_columns(theirs) == _requested_columns(table):
+            return existing, theirs
     except (pa.ArrowException, OSError, ValueError, KeyError):
         pass
     write_atomic(path, data)
     return data, table
 
 
-def _asked(table: pa.Table) -> list[Any]:
+def _requested_columns(table: pa.Table) -> list[Any]:
+    """The columns that the order for a shard determines: two shards with equal ones hold the same rollouts."""
     names = ("rollout_id", "prompt_ids", "version_first", "version_last")
     return [table["sampler"].combine_chunks().field("seed"), *(table[name] for name in names)]
 
@@ -134,9 +135,9 @@ def commit_batch(
     if not create_atomic(directory / BATCH_MANIFEST, sealed_json(manifest_record(manifest))):
         if is_committed(directory):
             return read_batch_manifest(directory)
-        # It replaces one of shards that are gone.
+        # The existing manifest lists shards that no longer exist: replace it.
         write_json_atomic(directory / BATCH_MANIFEST, manifest_record(manifest), sealed=True)
-    remove_temporaries(directory)  # of killed processes; nothing more is written here
+    remove_temporaries(directory)  # left by killed processes; nothing more is written here
     return manifest
 
 
@@ -169,7 +170,7 @@ def _check_parts(directory: Path, parts: Sequence[ShardManifest], expected: int)
 def _parquet(table: pa.Table) -> memoryview:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, row_group_size=ROW_GROUP_ROWS, compression="zstd")
-    return memoryview(sink.getvalue()).cast("B")  # pyarrow's own are signed, and equal to no file's
+    return memoryview(sink.getvalue()).cast("B")  # pyarrow's bytes are signed and never compare equal to a file's
 
 
 def _describe(
@@ -179,11 +180,12 @@ def _describe(
     names = [field.name for field in fields(SamplerSettings)]
     sampler = table["sampler"].combine_chunks()
     settings = zip(*(sampler.field(name).to_pylist() for name in names), strict=True)
-    tokens, has_episodes = int(table["response_length"].to_numpy().sum()), "segments" in table.column_names
+    tokens = int(table["response_length"].to_numpy().sum())
+    has_episodes = "segments" in table.column_names
     if has_episodes:
         own = int(rows_from_table(table).trained.sum())
-        turns = sum(one["by"] == POLICY for row in table["segments"].to_pylist() for one in row)
-        turns += sum(not row for row in table["segments"].to_pylist())  # of one turn
+        turns = sum(segment["by"] == POLICY for row in table["segments"].to_pylist() for segment in row)
+        turns += sum(not row for row in table["segments"].to_pylist())  # rollouts without segments have one turn
         tokens, extra = own, {**extra, "outside_tokens": tokens - own, "turns": turns}
     return ShardManifest(
         index=index,

@@ -22,22 +22,23 @@ TASKS = {
     "mixture": "stalewise.tasks.mixture:MixtureTask",
     "verifiers": "stalewise.tasks.environments.prime:PrimeTask",
 }
-OF_PROGRAMS = {"python": "stalewise.tasks.callables:registered_task"}  # what `stalewise.train` names, not a file
+OF_PROGRAMS = {"python": "stalewise.tasks.callables:registered_task"}  # only `stalewise.train` uses it, no file does
 
 
 def make_task(name: str, *, seed: int = 0, **options: Any) -> Task:
     """Make a task by name; the options are those of its class. An unknown name or option is a TaskError.
 
-    With the option `environment` its prompts begin episodes in that environment (docs/episodes.md), which has the
-    options `environment_options`.
+    With the option `environment` its prompts begin episodes in that environment (docs/episodes.md), with the options
+    `environment_options`.
     """
-    environment, of_environment = options.pop("environment", ""), options.pop("environment_options", None)
+    environment = options.pop("environment", "")
+    environment_options = options.pop("environment_options", None)
     task = build("task", name, TASKS | OF_PROGRAMS if name in OF_PROGRAMS else TASKS, {"seed": seed, **options})
     if environment:
         from stalewise.tasks.environments import make_environments
 
-        task.environment = make_environments(environment, of_environment)
-    elif of_environment:
+        task.environment = make_environments(environment, environment_options)
+    elif environment_options:
         raise TaskError("environment_options are given, but no environment: name one in task.options.environment")
     return task
 

@@ -1,4 +1,4 @@
-"""Protocols of tasks and verifiers, the numbering of prompts, and construction by name.
+"""Protocols of tasks and verifiers, numbered prompts, and construction by name.
 
 Prompt number i depends only on the task's seed and on i. So interrupted generation resumes at its index, and machines
 that generate different ranges need not communicate.
@@ -25,9 +25,9 @@ from stalewise.types import Prompt, Reward
 CHAT: Mapping[str, str] = {"format": "chat"}
 """Metadata of a prompt whose text is a user message: the generator applies the chat template.
 
-Optional keys: "system" is the system message, "history" the messages between it and the text (JSON), "prefill" the
-beginning of the reply, "template" variables of the chat template (JSON), "problem" what was inserted into a task's
-template. The text of a prompt without "format" goes to the tokenizer as it is.
+Optional keys: "system" (the system message), "history" (the messages between it and the text, as JSON), "prefill" (the
+beginning of the reply), "template" (variables of the chat template, as JSON), "problem" (the text that was inserted
+into the task's template). The text of a prompt without "format" goes to the tokenizer as it is.
 """
 
 LONGEST_TEXT = 1 << 28  # bytes of a file that is read as a whole
@@ -39,8 +39,8 @@ Item = TypeVar("Item")
 class Verifier(Protocol):
     """Scores responses. A response that cannot be scored gets the value NaN and an error, never 0.
 
-    Optional: `scores_independently = True`, where the score of a response does not depend on the others of the call and
-    the work is done outside of this process. Then, on a GPU, responses are scored while others are sampled.
+    Optional: `scores_independently = True`, if the score of a response does not depend on the other responses of a call
+    and the work is done outside of this process. Then, on a GPU, responses are scored while others are sampled.
     """
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
@@ -83,7 +83,7 @@ class Task(Protocol):
 
 
 class LocalVerifier(ABC):
-    """A verifier that is fast and cannot hang, so it runs in this process. Subclasses judge one response."""
+    """Base class of verifiers that are fast and cannot hang, so they run in this process; judges single responses."""
 
     @abstractmethod
     def judge(self, prompt: Prompt, response: str) -> Reward:
@@ -99,7 +99,7 @@ class LocalVerifier(ABC):
 
 
 def close_task(task: Task) -> None:
-    """End the processes of a task: of its verifier, and of its environment if it has one."""
+    """End the processes of a task's verifier, and of its environment if it has one."""
     task.verifier.close()
     environment = getattr(task, "environment", None)
     if environment is not None:
@@ -124,7 +124,7 @@ def content_id(question: str, answer: str) -> str:
 
 
 def stream(*names: object) -> random.Random:
-    """The random stream of that name. Draw from it with `below` and `pick`."""
+    """The random stream with this name. Draw from it with `below` and `pick`."""
     return random.Random("/".join(map(str, names)))
 
 
@@ -163,7 +163,7 @@ class FinitePrompts:
         return [self._prompts[self._order(epoch)[position]] for epoch, position in positions]
 
 
-# A range that crosses a boundary needs two epochs; a program makes a task for each run, doctor and evaluation.
+# A range that crosses a boundary needs two epochs, and a program has several tasks: for run, doctor and evaluation.
 @lru_cache(maxsize=4)
 def _epoch_order(name: str, seed: int, length: int, epoch: int) -> list[int]:
     return shuffled(length, stream(name, seed, "epoch", epoch))
@@ -187,13 +187,13 @@ def first_distinct(prompts: Iterator[Prompt], count: int) -> list[Prompt]:
 
 
 def used_prompts(task: Task, count: int, most: int) -> list[Prompt]:
-    """The first `count` training prompts of a task, each once; of a task without an end at most `most`."""
+    """The distinct prompts among the first `count` training prompts; at most `most` if the task is unlimited."""
     size = most if task.size is None else task.size
     return task.prompts(0, min(count, size)) if size else []
 
 
 def read_text(path: Path, most: int = LONGEST_TEXT) -> str:
-    """The text of a file of at most `most` bytes; a larger one, or a device without an end, is an OSError."""
+    """The text of a file of at most `most` bytes; a larger file, or an endless device, is an OSError."""
     with open(path, "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -204,8 +204,8 @@ def read_text(path: Path, most: int = LONGEST_TEXT) -> str:
 def is_importable(module: str) -> bool:
     """Whether Python finds the package of a module; does not import it.
 
-    An installed script does not look into the working directory, as `python -m` does. A module that is only there puts
-    that directory at the end of the path, unless Python was told not to (`-P`, PYTHONSAFEPATH).
+    An installed script does not search the working directory, as `python -m` does. If only that directory has the
+    module, it is appended to the path, unless Python was told not to (`-P`, PYTHONSAFEPATH).
     """
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is not None:
@@ -217,15 +217,15 @@ def is_importable(module: str) -> bool:
 
 
 def no_module(module: str) -> str:
-    """The message about a module that Python does not find."""
+    """Error message for a module that Python does not find."""
     return f"there is no module {module!r} on the Python path or in {Path.cwd()}: put its directory on PYTHONPATH"
 
 
 def command_of_a_child(module: str, *arguments: str, safe: bool = False) -> list[str]:
-    """The command that runs a module in another process, which finds the modules that this one finds.
+    """The command that runs a module in a child process with this process's module path.
 
-    `python -m` would look into the working directory first, where a user's `random.py` hides Python's. `safe` is for a
-    process that imports nothing of the user's: neither it nor the processes that it starts look there at all.
+    `python -m` would search the working directory first, where a user's `random.py` hides Python's. `safe` is for a
+    child that imports nothing of the user's: neither it nor its children search the working directory.
     """
     source = (
         f"import sys; theirs = {[str(entry) for entry in sys.path]!r}; "
@@ -237,7 +237,7 @@ def command_of_a_child(module: str, *arguments: str, safe: bool = False) -> list
 
 
 def load(reference: str) -> Callable[..., Any]:
-    """Import what a reference "module:name" names."""
+    """Import the object with the reference "module:name"."""
     module, _, name = reference.partition(":")
     return getattr(importlib.import_module(module), name)
 

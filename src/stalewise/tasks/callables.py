@@ -1,7 +1,7 @@
-"""Functions and classes of the user's program: what identifies them, and where the program keeps them.
+"""Fingerprints and registration of functions and classes of the user's program.
 
-A config is data, so it names a function as `name@fingerprint` (`module:name@fingerprint` where it can be imported). The
-program that has the function registers it under that name. A resumed run therefore finds out that it was changed.
+A config is data, so it names a function as `name@fingerprint`, or `module:name@fingerprint` if it can be imported. The
+program registers the function under that name. So a resumed run notices that a function was changed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from stalewise.tasks.base import is_importable, load
 from stalewise.tasks.verifiers.judge_process import reward_of
 from stalewise.types import Reward
 
-DIGITS = 12  # of a fingerprint
+DIGITS = 12  # length of a fingerprint
 _REGISTERED: dict[str, Any] = {}
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What identifies a function or class, and what it may depend on that the fingerprint does not cover."""
+    """The identity of a function or class, and the values it uses that the fingerprint does not cover."""
 
     name: str
     digest: str
@@ -47,7 +47,7 @@ class Fingerprint:
         return f"{self.name}@{self.digest}"
 
     def describe(self) -> str:
-        """The source with a comment on what was fingerprinted: what a run directory keeps, for people to read."""
+        """The source, with a comment on what the fingerprint covers; a run directory keeps it for readers."""
         rest = ", ".join(self.uncovered) or "what it reads from files, the network or the clock"
         head = [f"{self.reference}, from {self.where}", f"Not part of the fingerprint: {rest}."]
         return "".join(f"# {line}\n" for line in head) + "\n" + self.source.rstrip() + "\n"
@@ -56,10 +56,9 @@ class Fingerprint:
 def fingerprint(value: Any) -> Fingerprint:
     """The fingerprint of a callable or a class: of its source without comments and layout, else of its code.
 
-    Also covered: defaults, and the variables of enclosing functions and of the module that it uses, where these are
-    constants (numbers, text, tuples of them, compiled patterns), functions or classes of the user's, or modules, which
-    count by their names. Lists, dicts and other objects may change while a program runs: they are listed in
-    `uncovered`.
+    It also covers defaults and the variables that the code uses from enclosing functions and its module, if they are
+    constants (numbers, text, tuples of them, compiled patterns), the user's functions or classes, or modules (by name).
+    Lists, dicts and other objects may change while a program runs: they are listed in `uncovered`.
     """
     parts = _Parts()
     parts.add(value)
@@ -69,7 +68,7 @@ def fingerprint(value: Any) -> Fingerprint:
 
 
 def importable_name(value: Any) -> str:
-    """`module:name` if a fresh process finds this very object under that name, else an empty string."""
+    """`module:name` if another process can import this object under that name, else an empty string."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     if not isinstance(module, str) or module in ("__main__", "builtins") or not name.isidentifier():
         return ""
@@ -85,7 +84,7 @@ def register(value: Any, fingerprint: Fingerprint) -> str:
 
 
 def registered(reference: str, what: str) -> Any:
-    """The object of a reference: as this program registered it, or imported if it is unchanged."""
+    """The object with this reference: the one that this program registered, or imported if it is unchanged."""
     if reference in _REGISTERED:
         return _REGISTERED[reference]
     name, _, digest = reference.rpartition("@")
@@ -107,13 +106,13 @@ def registered(reference: str, what: str) -> Any:
 
 
 def registered_task(task: str, *, seed: int = 0) -> Any:
-    """A task of the user's: the object that was registered, or one that its class makes with this seed."""
-    found = registered(task, "task")
-    return found(seed=seed) if isinstance(found, type) else found
+    """A task of the user's: the registered object, or an instance of the registered class with this seed."""
+    value = registered(task, "task")
+    return value(seed=seed) if isinstance(value, type) else value
 
 
 class _Parts:
-    """Collects the texts that a fingerprint is made of."""
+    """Collects the texts whose hash is the fingerprint."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -195,7 +194,7 @@ class _Parts:
 
 
 def _constant(value: Any) -> str | None:
-    """A text for what cannot change while a program runs; None for anything else."""
+    """A text for a value that cannot change while a program runs; None for any other value."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return f"{type(value).__name__} {value!r}"
     if isinstance(value, re.Pattern):
@@ -214,7 +213,7 @@ def _name(value: Any) -> str:
 
 
 def _is_installed(value: Any) -> bool:
-    """Whether it belongs to Python, to stalewise or to an installed package, which a version identifies."""
+    """Whether a value belongs to Python, stalewise or an installed package: a version number identifies these."""
     module = sys.modules.get(getattr(value, "__module__", "") or "")
     file = getattr(module, "__file__", None)
     if module is None or module.__name__ == "__main__":
@@ -233,17 +232,17 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _names(code: CodeType, *operations: str) -> set[str]:
-    """The names that operations of the code, and of functions within it, have."""
-    steps = (step for one in _codes(code) for step in dis.get_instructions(one))
+    """The names that the given operations use, in the code and in functions within it."""
+    steps = (step for part in _codes(code) for step in dis.get_instructions(part))
     return {str(step.argval) for step in steps if step.opname in operations}
 
 
 def _code_text(code: CodeType) -> str:
     """The code without names of files and numbers of lines; it differs between versions of Python."""
     parts: list[object] = [sys.version_info[:2]]
-    for one in _codes(code):
-        constants = [constant for constant in one.co_consts if not isinstance(constant, CodeType)]
-        parts += [one.co_code.hex(), repr(constants), one.co_names, one.co_varnames, one.co_freevars]
+    for part in _codes(code):
+        constants = [constant for constant in part.co_consts if not isinstance(constant, CodeType)]
+        parts += [part.co_code.hex(), repr(constants), part.co_names, part.co_varnames, part.co_freevars]
     return repr(parts)
 
 
@@ -296,7 +295,7 @@ def _location(value: Any) -> tuple[str, str]:
 
 
 def fingerprint_of_task(task: Any) -> Fingerprint:
-    """The fingerprint of a task object or class: of its class, and of the first prompts that an object has."""
+    """The fingerprint of a task: that of its class, combined with the first prompts if the task is an object."""
     kind = fingerprint(task if isinstance(task, type) else type(task))
     if isinstance(task, type):
         return kind
@@ -309,19 +308,19 @@ def fingerprint_of_task(task: Any) -> Fingerprint:
 
 
 def fingerprint_of_list(functions: Sequence[Callable[..., Any]]) -> Fingerprint:
-    """The fingerprint of several functions that are one reward, in this order."""
-    found = [fingerprint(function) for function in functions]
-    digest = hashlib.sha256("\0".join(one.reference for one in found).encode()).hexdigest()[:DIGITS]
-    source = "\n\n".join(f"# from {one.where}\n{one.source}" for one in found)
+    """The fingerprint of several functions that together are the reward, in this order."""
+    parts = [fingerprint(function) for function in functions]
+    digest = hashlib.sha256("\0".join(part.reference for part in parts).encode()).hexdigest()[:DIGITS]
+    source = "\n\n".join(f"# from {part.where}\n{part.source}" for part in parts)
     name = "+".join(_name(function) for function in functions)
-    return Fingerprint(name, digest, "a list of functions", source, [text for one in found for text in one.uncovered])
+    return Fingerprint(name, digest, "a list of functions", source, [text for part in parts for text in part.uncovered])
 
 
 def combined(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-    """One reward function of several: the sum of their rewards, each of which is a part with the function's name.
+    """Combine reward functions: the reward is the sum of theirs, and each is a part with the function's name.
 
-    Their own parts are called `function.part`. A function that fails makes the whole fail. The answer for a vote is the
-    first that one of them names.
+    Parts that a function returns are called `function.part`. If a function fails, the whole reward fails. The answer
+    for majority votes is the first that a function returns.
     """
     names: list[str] = []
     for function in functions:
@@ -331,20 +330,22 @@ def combined(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
 
     def total(results: Sequence[Any]) -> Any:
         rewards = [reward_of(result) for result in results]
-        for name, one in zip(names, rewards, strict=True):
-            if one.error:
-                return Reward(math.nan, error=f"{one.error} (in {name})")
-        parts = {name: one.value for name, one in zip(names, rewards, strict=True)}
-        parts |= {f"{name}.{k}": v for name, one in zip(names, rewards, strict=True) for k, v in one.parts.items()}
-        answer = next((one.answer for one in rewards if one.answer is not None), None)
-        return Reward(math.fsum(one.value for one in rewards), parts, answer=answer)
+        for name, reward in zip(names, rewards, strict=True):
+            if reward.error:
+                return Reward(math.nan, error=f"{reward.error} (in {name})")
+        parts = {name: reward.value for name, reward in zip(names, rewards, strict=True)}
+        parts |= {
+            f"{name}.{k}": v for name, reward in zip(names, rewards, strict=True) for k, v in reward.parts.items()
+        }
+        answer = next((reward.answer for reward in rewards if reward.answer is not None), None)
+        return Reward(math.fsum(reward.value for reward in rewards), parts, answer=answer)
 
     if not any(map(is_async, functions)):
         return lambda **values: total([call(values) for call in calls])
 
     async def score(**values: Any) -> Any:
         results = [call(values) for call in calls]
-        return total([await one if inspect.isawaitable(one) else one for one in results])
+        return total([await result if inspect.isawaitable(result) else result for result in results])
 
     return score
 
@@ -358,11 +359,11 @@ Bound = Callable[[Mapping[str, Any]], Any]
 
 
 def bind(function: Callable[..., Any]) -> Bound:
-    """Call a function with those of `prompt`, `response`, `answer` and the row's fields that it names.
+    """Bind a function by its parameter names: `prompt`, `response`, `answer`, and fields of the row.
 
-    `completion` is another name for the response. A function whose three parameters have other names gets prompt,
-    response and answer in this order. One that names `completions` is called as TRL does: with a list for each
-    argument, of messages where the prompt is a `ChatText`, and it returns a list.
+    `completion` is another name for the response. A function with three parameters of other names gets prompt, response
+    and answer in this order. A function with the parameter `completions` is called as TRL does: every argument is a
+    list (of messages if the prompt is a `ChatText`), and it returns a list.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -385,10 +386,10 @@ def bind(function: Callable[..., Any]) -> Bound:
 
 
 def takes_prompt_object(function: Callable[..., Any]) -> bool:
-    """Whether a function has the form (prompt, response) of the verifier python, which passes a `Prompt`.
+    """Whether a function has the form (prompt, response), for which the verifier python passes a `Prompt`.
 
-    It can be called with two arguments, names neither `answer` nor `completion`, does not begin with `response`, and
-    has no `**row` beside its parameters. Any other function is called by names, as `bind` does.
+    Such a function can be called with two arguments, has no parameter `answer` or `completion`, does not begin with
+    `response`, and has no `**row` beside its parameters. Any other function is called by parameter names (`bind`).
     """
     try:
         signature = inspect.signature(function)
@@ -407,7 +408,7 @@ def takes_prompt_object(function: Callable[..., Any]) -> bool:
 
 
 class ChatText(str):
-    """The text of a prompt whose row holds `messages` under the name `prompt`, as a conversational data set of TRL."""
+    """The text of a prompt whose row has a list of `messages` in the field `prompt`, as TRL's conversational data."""
 
     messages: list[Any]
 
@@ -424,7 +425,7 @@ def _as_trl(function: Callable[..., Any], values: Mapping[str, Any], names: set[
 
 
 def check_parameters(function: Callable[..., Any], fields: Mapping[str, Any], *, has_answer: bool = True) -> None:
-    """Refuse a function that needs an argument which rows with these fields do not give."""
+    """Raise a TaskError if a function needs an argument that rows with these fields do not have."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
-"""Pass rates of prompts that outlive runs: a table, and a task that gives only prompts that are worth training on.
+"""A table of pass rates of prompts, shared by runs, and a task that yields only prompts worth training on.
 
-`stalewise difficulty RUN…` writes the table. A prompt that always or never passes gives groups without variance; a
-prompt that the table does not know is neither solved nor hopeless, and is kept.
+`stalewise difficulty RUN…` writes the table. A prompt that always or never passes gives groups without variance. A
+prompt that is not in the table is kept.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from stalewise.tasks.base import Task, Verifier, check_range, fraction_of
 from stalewise.types import Prompt
 
 FORMAT = "stalewise.difficulty/1"
-COPY = "difficulty.json"  # of the table, in the run directory: a run keeps the table with which it began
-AT_ONCE = 256  # prompts that are looked at together
-MOST_IN_VAIN = 100_000  # prompts of an unlimited task without one that is worth training on
+COPY = "difficulty.json"  # the copy of the table in the run directory: a run keeps the table with which it began
+AT_ONCE = 256  # prompts that are examined together
+MOST_IN_VAIN = 100_000  # consecutive prompts of an unlimited task of which none was chosen, before it is an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +55,21 @@ class DifficultyTable:
         if batch in self.batches:
             return False
         self.batches[batch] = name
-        for prompt_id, found in counts.items():
-            self.prompts[prompt_id] = self.prompts.get(prompt_id, PassCounts()) + found
+        for prompt_id, added in counts.items():
+            self.prompts[prompt_id] = self.prompts.get(prompt_id, PassCounts()) + added
         return True
 
     def record(self) -> dict[str, Any]:
         """The JSON form."""
-        counts = {name: [one.passed, one.rollouts] for name, one in sorted(self.prompts.items())}
-        return {"format": FORMAT, "batches": self.batches, "prompts": counts}
+        prompts = {name: [counts.passed, counts.rollouts] for name, counts in sorted(self.prompts.items())}
+        return {"format": FORMAT, "batches": self.batches, "prompts": prompts}
 
     def summary(self, low: float = 0.0, high: float = 1.0) -> dict[str, Any]:
         """How many prompts never pass, always pass, or lie between; and within a range of pass rates."""
-        rates = [one.rate for one in self.prompts.values()]
+        rates = [counts.rate for counts in self.prompts.values()]
         return {
             "prompts": len(rates),
-            "rollouts": sum(one.rollouts for one in self.prompts.values()),
+            "rollouts": sum(counts.rollouts for counts in self.prompts.values()),
             "batches": len(self.batches),
             "never": sum(rate == 0 for rate in rates),
             "always": sum(rate == 1 for rate in rates),
@@ -79,7 +79,7 @@ class DifficultyTable:
 
 
 def read_table(path: str | os.PathLike[str], read: Callable[[Path], Mapping[str, Any]]) -> DifficultyTable:
-    """The table in a file, which `read` reads; one that is missing or no table is a TaskError."""
+    """Read the table from a file, with `read`; a file that is missing or is no table is a TaskError."""
     if not os.path.lexists(path):
         raise TaskError(f"there is no table of pass rates {path}: `stalewise difficulty RUN --output {path}`")
     try:
@@ -96,7 +96,7 @@ def read_table(path: str | os.PathLike[str], read: Callable[[Path], Mapping[str,
         batches = {str(key): str(name) for key, name in record["batches"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TaskError(f"{path} is damaged: {error!r}; write it again with `stalewise difficulty`") from None
-    if wrong := [name for name, one in prompts.items() if not one.is_possible]:
+    if wrong := [name for name, counts in prompts.items() if not counts.is_possible]:
         raise TaskError(
             f"{path} is damaged: {wrong[0]} passed {prompts[wrong[0]].passed} of {prompts[wrong[0]].rollouts}"
         )
@@ -122,7 +122,7 @@ class ChosenPrompts:
     ) -> None:
         self.task, self.table, self.low, self.high, self.by, self.seed = task, table, low, high, by, seed
         self._chosen: list[Prompt] = []
-        self._seen = 0  # prompts of the task that were looked at
+        self._seen = 0  # prompts of the task that were examined
         size = task.size
         self._size = None if size is None else sum(map(self._is_in_range, task.prompts(0, size)))
         if self._size == 0:
@@ -132,7 +132,7 @@ class ChosenPrompts:
             )
 
     def __getattr__(self, name: str) -> Any:
-        if name == "task" or name.startswith("__"):  # asked for by copy and pickle, before there is a task
+        if name == "task" or name.startswith("__"):  # copy and pickle ask for these before `task` is set
             raise AttributeError(name)
         return getattr(self.task, name)  # such as `solution`, which some tasks have
 
@@ -160,8 +160,8 @@ class ChosenPrompts:
         check_range(start, count)
         in_vain = 0
         while len(self._chosen) < start + count:
-            looked_at = self.task.prompts(self._seen, AT_ONCE)
-            chosen = [prompt for place, prompt in enumerate(looked_at, self._seen) if self._is_chosen(prompt, place)]
+            prompts = self.task.prompts(self._seen, AT_ONCE)
+            chosen = [prompt for index, prompt in enumerate(prompts, self._seen) if self._is_chosen(prompt, index)]
             self._chosen += chosen
             self._seen += AT_ONCE
             in_vain = 0 if chosen else in_vain + AT_ONCE
@@ -173,11 +173,11 @@ class ChosenPrompts:
         counts = self.table.prompts.get(prompt.prompt_id)
         return counts is None or self.low <= counts.rate <= self.high
 
-    def _is_chosen(self, prompt: Prompt, place: int) -> bool:
+    def _is_chosen(self, prompt: Prompt, index: int) -> bool:
         if not self._is_in_range(prompt):
             return False
         counts = self.table.prompts.get(prompt.prompt_id)
         if self.by == "range" or counts is None:
             return True
         rate = (counts.passed + 1) / (counts.rollouts + 2)  # never 0: few answers do not prove a prompt hopeless
-        return fraction_of(f"difficulty/{self.seed}/{place}/{prompt.prompt_id}") < 4 * rate * (1 - rate)
+        return fraction_of(f"difficulty/{self.seed}/{index}/{prompt.prompt_id}") < 4 * rate * (1 - rate)

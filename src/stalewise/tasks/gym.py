@@ -33,7 +33,7 @@ class GymTask:
     """
 
     size = None
-    held_out = 1 / 4  # of the questions; finding held-out ones costs the inverse in generated questions
+    held_out = 1 / 4  # fraction of questions; finding one held-out question takes 1 / held_out generated ones
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class GymTask:
         raise TaskError(f"{self.name}: its questions are so few that all of them are held out; widen parameters")
 
     def _prompt(self, stream: str, index: int, *, held_out: bool) -> Prompt | None:
-        """Prompt number `index` of a stream; None if it belongs to the other side."""
+        """Prompt number `index` of a stream; None if its question is held out and it should not be, or vice versa."""
         chunk, position = divmod(index, _CHUNK)
         seed = int(fraction_of(f"{self.name}/{stream}/{chunk}") * 2**30)
         try:
@@ -96,7 +96,7 @@ class GymTask:
 
 
 class _Source:
-    """Makes entries from a seed and an index. Workers make them again, since not all entries can be sent."""
+    """Makes entries from a seed and an index. Workers make them again, since some entries cannot be sent as JSON."""
 
     def __init__(self, dataset: str, parameters: Mapping[str, Any]):
         import reasoning_gym  # imported here: it takes two seconds, and it is optional

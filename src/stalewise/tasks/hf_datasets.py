@@ -75,7 +75,7 @@ def rows_of(dataset: Any, *, config: str | None = None, split: str = "train") ->
     elif isinstance(dataset, Mapping):
         names = ", ".join(map(str, dataset))
         raise TaskError(f"the data set is a dict with {names}: pass one split, as in dataset[{split!r}]")
-    elif type(dataset).__name__ == "DataFrame":  # of pandas or polars, whose items are columns
+    elif type(dataset).__name__ == "DataFrame":  # pandas or polars: its items are columns
         rows = "to_dicts()" if hasattr(dataset, "to_dicts") else "to_dict('records')"
         raise TaskError(f"the data set is a DataFrame: pass its rows, as in dataset.{rows}")
     elif isinstance(dataset, Iterable):
@@ -132,7 +132,7 @@ def _load(path: str, config: str | None, split: str) -> Any:
 
 
 def _check_hub(path: str) -> None:
-    """Raise at once where no hub answers and its caches do not have this dataset: loading would retry for minutes."""
+    """Raise at once if the hub does not answer and no cache has this dataset, since loading would retry for minutes."""
     from datasets import config
     from huggingface_hub import constants
 
@@ -144,7 +144,7 @@ def _check_hub(path: str) -> None:
 
 
 def check_answers(url: str) -> None:
-    """Raise a ConnectionError if the hub at this URL does not answer, now or when it was first asked."""
+    """Raise a ConnectionError if the hub at this URL does not answer; the first result is cached."""
     if not _answers(url):
         raise ConnectionError(f"{url} does not answer within {HUB_S:g} s")
 
@@ -162,8 +162,10 @@ def _answers(url: str) -> bool:
 
 def _on_disk(path: str) -> Path | None:
     """The local path of a dataset: `path` itself, or its copy under $STALEWISE_DATASETS; None: it is on the hub."""
-    given, copies = Path(path).expanduser(), os.environ.get(COPIES)
-    for candidate in [given, Path(copies).expanduser() / path] if copies else [given]:
+    candidates = [Path(path).expanduser()]
+    if copies := os.environ.get(COPIES):
+        candidates.append(Path(copies).expanduser() / path)
+    for candidate in candidates:
         if candidate.exists():
             return candidate
     if path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).suffix in FORMATS:

@@ -13,8 +13,8 @@ from typing import Any
 from stalewise.errors import TaskError
 from stalewise.tasks.rows import Row, RowsTask, takes_row_options
 
-MOST_CHARACTERS = 2**24  # of a line: parsing one takes many times its size
-# What `stalewise.train` writes of the rows that a program passed: a line for each, none empty.
+MOST_CHARACTERS = 2**24  # longest line: parsing it takes many times its size in memory
+# Files in which `stalewise.train` keeps the rows of a program: one line each, none empty.
 _WRITTEN = re.compile(r"(?:^|/)data/[0-9a-f]{12}/([^/]+)\.jsonl$")
 FORM = "every row must be a JSON object on a line of its own"
 
@@ -51,7 +51,7 @@ def evaluation_file(path: str | os.PathLike[str], **options: Any) -> RowsTask:
 def read_jsonl(path: str | os.PathLike[str], argument: str = "dataset") -> Iterator[Row]:
     """Read the rows of a JSONL file. Empty lines are skipped; any other line must be an object.
 
-    A row that a program passed, as `argument` of `stalewise.train`, is named by its place there.
+    In messages, a row that a program passed to `stalewise.train` is named by its index in `argument`.
     """
     empty = True
     written = _WRITTEN.search(Path(path).as_posix())
@@ -69,7 +69,7 @@ def read_jsonl(path: str | os.PathLike[str], argument: str = "dataset") -> Itera
         where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
         raise TaskError(f"there is no file {path}{where}: correct its path") from None
     except UnicodeError as problem:
-        if not isinstance(problem, UnicodeDecodeError):  # of the path
+        if not isinstance(problem, UnicodeDecodeError):  # the path itself cannot be encoded
             raise TaskError(f"{str(path)!r:.200} cannot be a path") from None
         where = f"{path}, line {_undecodable(path)}"
         raise TaskError(f"{where} is not UTF-8 text: {problem.reason}; save the file as UTF-8") from None

@@ -1,8 +1,8 @@
-"""Several tasks with weights as one: `mixture`.
+"""`mixture`: several tasks with weights as one task.
 
-Prompt number i belongs to one of the tasks, and is the n-th prompt of that task, where n counts the earlier prompts of
-the task. Both depend on the seed, the weights and i alone. Numbers come in blocks: in each block every task has exactly
-its share of the places, in an order of its own. Ids of prompts begin with the label of their task (`label::id`).
+Prompt number i belongs to one of the tasks, and is the n-th prompt of that task, where n counts the task's earlier
+prompts. Both depend only on the seed, the weights and i. Numbers come in blocks: each block has exactly every task's
+share of prompts, in a random order. Ids of prompts begin with the label of their task (`label::id`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from stalewise.tasks.base import Task, Verifier, check_range, paired, shuffled, 
 from stalewise.tasks.rows import IN_MIXTURE, MIXTURE, task_of
 from stalewise.types import Prompt, Reward
 
-LARGEST_BLOCK = 240  # places; weights that need more are rounded to it
+LARGEST_BLOCK = 240  # prompts; weights that need larger blocks are rounded
 KEYS = ("name", "weight", "label", "options")
 
 
 class MixtureTask:
     """Tasks with weights. `tasks` are tables with `name`, and optionally `weight` (1), `label` and `options`."""
 
-    size = None  # prompts of small tasks come again earlier than those of large ones: there is no common epoch
+    size = None  # small tasks repeat earlier than large ones, so there is no common epoch
 
     def __init__(self, tasks: Sequence[Mapping[str, Any]], *, seed: int = 0):
         tables = _checked(tasks)
@@ -46,19 +46,19 @@ class MixtureTask:
 
     @property
     def block(self) -> int:
-        """Places in a block."""
+        """Prompts in a block."""
         return sum(self.counts.values())
 
     def _block(self, number: int) -> list[tuple[str, int]]:
-        """Task and number within that task of each place of a block."""
-        places = [label for label, count in self.counts.items() for _ in range(count)]
-        order = shuffled(len(places), stream(self.name, self.seed, "block", number))
-        taken = {label: number * count for label, count in self.counts.items()}
+        """The task of each prompt of a block, and the prompt's number in that task."""
+        labels = [label for label, count in self.counts.items() for _ in range(count)]
+        order = shuffled(len(labels), stream(self.name, self.seed, "block", number))
+        next_number = {label: number * count for label, count in self.counts.items()}
         block: list[tuple[str, int]] = []
-        for place in order:
-            label = places[place]
-            block.append((label, taken[label]))
-            taken[label] += 1
+        for position in order:
+            label = labels[position]
+            block.append((label, next_number[label]))
+            next_number[label] += 1
         return block
 
     def prompts(self, start: int, count: int) -> list[Prompt]:
@@ -69,12 +69,12 @@ class MixtureTask:
         for label, task in self.tasks.items():
             own = [number for of, number in chosen if of == label]
             if own:  # consecutive numbers
-                found = task.prompts(own[0], own[-1] - own[0] + 1)
-                made |= {(label, own[0] + place): prompt for place, prompt in enumerate(found)}
+                prompts = task.prompts(own[0], own[-1] - own[0] + 1)
+                made |= {(label, number): prompt for number, prompt in enumerate(prompts, own[0])}
         return [_labelled(label, made[label, number]) for label, number in chosen]
 
     def used_prompts(self, count: int, most: int) -> list[Prompt]:
-        """What the first `count` places use of each task, each once; of a task without an end at most `most`."""
+        """The distinct prompts of each task among the first `count`; at most `most` of an unlimited task."""
         blocks = -(-count // self.block)
         used = {label: used_prompts(self.tasks[label], blocks * own, most) for label, own in self.counts.items()}
         return [_labelled(label, prompt) for label, prompts in used.items() for prompt in prompts]
@@ -100,7 +100,7 @@ class MixtureVerifier:
 
     @property
     def scores_independently(self) -> bool:
-        """Whether all of its verifiers do."""
+        """Whether the verifiers of all tasks do."""
         return all(getattr(task.verifier, "scores_independently", False) for task in self._tasks.values())
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
@@ -108,15 +108,15 @@ class MixtureVerifier:
         items = [(*_own(prompt), response) for prompt, response in paired(prompts, responses)]
         rewards: dict[int, Reward] = {}
         for label, task in self._tasks.items():
-            places = [place for place, (of, _, _) in enumerate(items) if of == label]
-            found = task.verifier.score([items[i][1] for i in places], [items[i][2] for i in places]) if places else []
-            rewards |= dict(zip(places, found, strict=True))
+            rows = [row for row, (of, _, _) in enumerate(items) if of == label]
+            scored = task.verifier.score([items[i][1] for i in rows], [items[i][2] for i in rows]) if rows else []
+            rewards |= dict(zip(rows, scored, strict=True))
         if len(rewards) < len(items):
             unknown = next(of for of, _, _ in items if of not in self._tasks)
             raise TaskError(
                 f"a prompt is of the task {unknown!r}, which the mixture does not have: {', '.join(self._tasks)}"
             )
-        return [rewards[place] for place in range(len(items))]
+        return [rewards[row] for row in range(len(items))]
 
     def of(self, prompt: Prompt) -> Verifier:
         """The verifier of a prompt's task."""
@@ -174,7 +174,7 @@ def _make(table: Mapping[str, Any], seed: int) -> Task:
 
 
 def block_counts(weights: Mapping[str, float]) -> dict[str, int]:
-    """Places of each task in a block: exact if the weights allow it in LARGEST_BLOCK places, else rounded.
+    """Prompts of each task in a block: exact if LARGEST_BLOCK allows it, otherwise rounded.
 
     >>> block_counts({"a": 3, "b": 1}), block_counts({"a": 0.7, "b": 0.3})
     ({'a': 3, 'b': 1}, {'a': 7, 'b': 3})
@@ -192,7 +192,7 @@ def block_counts(weights: Mapping[str, float]) -> dict[str, int]:
 
 
 def split(count: int, weights: Mapping[str, Any]) -> dict[str, int]:
-    """`count` things split by weights with the largest remainders, at least one each where there are enough.
+    """Split `count` by weights with the largest-remainder method; at least one each if `count` suffices.
 
     >>> split(10, {"a": 2, "b": 1}), split(2, {"a": 99, "b": 1})
     ({'a': 7, 'b': 3}, {'a': 1, 'b': 1})

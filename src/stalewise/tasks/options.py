@@ -1,7 +1,7 @@
-"""Types of the options of tasks and verifiers: one pydantic model each, made from the signature of its class.
+"""Type checks of the options of tasks and verifiers: a pydantic model for each, made from the signature of its class.
 
-An option that has another type than its parameter says is refused before anything is opened: `evaluation_path = 1`
-would name an open file of this process.
+An option of the wrong type is refused before anything is opened: `evaluation_path = 1` would be the descriptor of an
+open file of this process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def options_model(factory: Callable[..., Any]) -> type[BaseModel]:
 
 
 def check_options(kind: str, name: str, factory: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Refuse options that are unknown, missing or of another type; `kind` and `name` are for the message."""
+    """Raise a TaskError for unknown, missing or wrongly typed options; `kind` and `name` are for the message."""
     parameters = _signature(factory).parameters
     for option in options:
         if option not in parameters:
@@ -57,15 +57,17 @@ def check_options(kind: str, name: str, factory: Callable[..., Any], options: Ma
 
 
 def _problems(error: ValidationError) -> list[str]:
-    """One sentence for each option; the alternatives of a union are one."""
-    found: dict[str, list[str]] = {}
+    """One sentence for each wrong option; the alternatives of a union are joined."""
+    expected: dict[str, list[str]] = {}
     values: dict[str, Any] = {}
     for problem in error.errors():
         option = str(problem["loc"][0]).removeprefix("option_")
-        kind = problem.get("ctx", {}).get("class", problem["type"])  # where it should be an instance: of what
-        found.setdefault(option, []).append(_EXPECTED.get(kind, problem["msg"][0].lower() + problem["msg"][1:]))
+        kind = problem.get("ctx", {}).get(
+            "class", problem["type"]
+        )  # the class that it should be an instance of, if any
+        expected.setdefault(option, []).append(_EXPECTED.get(kind, problem["msg"][0].lower() + problem["msg"][1:]))
         values.setdefault(option, problem["input"])
-    return [f"{option} is {values[option]!r:.60}, {' or '.join(dict.fromkeys(told))}" for option, told in found.items()]
+    return [f"{name} is {values[name]!r:.60}, {' or '.join(dict.fromkeys(texts))}" for name, texts in expected.items()]
 
 
 def _signature(factory: Callable[..., Any]) -> inspect.Signature:

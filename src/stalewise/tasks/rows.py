@@ -1,6 +1,6 @@
-"""Tasks over a finite set of rows with a problem and an answer each, from any source.
+"""Tasks over a finite set of rows, each with a problem and an answer, from any source.
 
-Also which evaluation prompts were trained on, by id and by problem (`Seen`).
+`Seen` tells which evaluation prompts were trained on, by id and by problem.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MEANING = re.compile(r"(?<=\d)\.(?=\d)|[^\W_]|[-+*/^=<>()!|%]")
 
 
 def problem_key(problem: str) -> str:
-    """What stays of a problem when it is copied: letters, digits, decimal points, operators and parentheses.
+    """A key that is equal for copies of a problem: its letters, digits, decimal points, operators and parentheses.
 
     >>> problem_key("Find $x$:  2x^{2} = 4.") == problem_key("find x, 2x^2=4")
     True
@@ -61,13 +61,13 @@ class Seen:
 
 
 def seen(prompts: Iterable[Prompt]) -> Seen:
-    """The ids and problems that training on these prompts has seen."""
+    """The ids and problems of these prompts."""
     prompts = list(prompts)
     return Seen(named_ids(prompt.prompt_id for prompt in prompts), frozenset(map(_key_of, prompts)))
 
 
 def named_ids(ids: Iterable[str]) -> frozenset[str]:
-    """The ids that identify a problem in any file; one of digits alone is a row number, which every file has."""
+    """The ids that identify a problem in any file; ids of digits alone are row numbers, and every file has those."""
     return frozenset(name for name in map(own_id, ids) if not name.isdecimal())
 
 
@@ -78,7 +78,7 @@ def own_id(prompt_id: str) -> str:
 
 
 def task_of(prompt_id: str) -> str:
-    """The label of the task in a mixture that a prompt is of; empty outside of one."""
+    """The label of the prompt's task in a mixture; empty if the prompt is of no mixture."""
     label, separator, _ = prompt_id.partition(IN_MIXTURE)
     return label if separator else ""
 
@@ -113,8 +113,8 @@ def _ids_of(line: str, where: str) -> list[str]:
     return ids
 
 
-MOST_CHARACTERS = 2**22  # of a text: some million tokens
-WHOLE_ROW = ("code", "function", "judge", "python")  # verifiers that may use any field of a row
+MOST_CHARACTERS = 2**22  # longest text: some million tokens
+WHOLE_ROW = ("code", "function", "judge", "python")  # verifiers that get all fields of a row
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -130,9 +130,9 @@ class Row:
 class PromptForm:
     """Which fields of a row are used, and how they become a prompt. Without an `answer_field` answers are empty.
 
-    `few_shot` are rows, or a JSONL file of them, that every prompt shows with their answers (or with their field
-    `response`, if they have one): as earlier turns of a chat, or as text before the problem. `prefill` begins the reply
-    of a chat. `chat_template_kwargs` are variables of the chat template, such as `enable_thinking`.
+    `few_shot` are rows, or a JSONL file with rows, that every prompt shows with their field `response` or else their
+    answers: as earlier turns of a chat, or as text before the problem. `prefill` is the beginning of the reply in a
+    chat. `chat_template_kwargs` are variables of the chat template, such as `enable_thinking`.
     """
 
     problem_field: str = "problem"
@@ -145,7 +145,7 @@ class PromptForm:
     few_shot: str | Sequence[Mapping[str, Any]] = ()
     chat_template_kwargs: Mapping[str, Any] | None = None
     metadata: Mapping[str, str] = field(init=False)
-    chat_metadata: Mapping[str, str] = field(init=False)  # of a row whose prompt is a list of messages
+    chat_metadata: Mapping[str, str] = field(init=False)  # for rows whose prompt is a list of messages
     shown: frozenset[str] = field(init=False)  # problems of the few-shot rows
     before: str = field(init=False)  # text of the few-shot rows, without a chat
 
@@ -299,8 +299,8 @@ class RowsTask:
         if not questions:
             raise TaskError(f"{self.name} has no rows")
         shown = self._form.shown
-        kept = [one for one in questions.values() if one.row_id not in excluded]
-        kept = [one for one in kept if problem_key(one.problem) not in shown]
+        kept = [question for question in questions.values() if question.row_id not in excluded]
+        kept = [question for question in kept if problem_key(question.problem) not in shown]
         if not kept:
             which = "few_shot" if shown else "exclude_ids"
             raise TaskError(f"{self.name}: {which} leaves none of its {len(questions)} rows")
@@ -319,7 +319,7 @@ class RowsTask:
         return _Question(row_id, named, problem, answer, row.where, whole, turns)
 
     def _whole(self, row: Row) -> str:
-        """The row as JSON; for a function of a module without what JSON cannot hold, which it need not name."""
+        """The row as JSON. For the verifier python, fields that JSON cannot hold are left out: it may not need them."""
         if self._form.verifier != "python":
             return _json(dict(row.fields), row.where)
         return "{" + ", ".join(f"{json.dumps(name)}: {text}" for name, text in _held(row.fields)) + "}"
@@ -348,7 +348,7 @@ def _json(value: Any, where: str) -> str:
 
 
 def _held(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The names and the JSON of those fields that JSON can hold."""
+    """Names and JSON of the fields that JSON can hold."""
     for name, value in fields.items():
         with contextlib.suppress(TypeError, ValueError, RecursionError):
             yield str(name), json.dumps(value, ensure_ascii=False)
@@ -358,17 +358,17 @@ def _messages(row: Row, name: str) -> list[dict[str, str]]:
     """Read a field that holds the messages of a chat, of which the last is the user's."""
     messages = row.fields[name]
     plain = [
-        {"role": one["role"], "content": one["content"]}
-        for one in messages
-        if isinstance(one, Mapping) and all(isinstance(one.get(key), str) for key in ("role", "content"))
+        {"role": message["role"], "content": message["content"]}
+        for message in messages
+        if isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
     ]
     if len(plain) < len(messages) or not plain or plain[-1]["role"] != "user" or not plain[-1]["content"].strip():
         raise TaskError(
             f"{row.where}: field {name!r} is a list: expected messages with role and content, the last one the user's"
         )
-    for one in plain:
-        if one["content"]:
-            _plain_text(one["content"], f"{row.where}: field {name!r}")
+    for message in plain:
+        if message["content"]:
+            _plain_text(message["content"], f"{row.where}: field {name!r}")
     return plain
 
 
@@ -389,7 +389,7 @@ def _text(row: Row, name: str) -> str:
 
 
 def _plain_text(text: str, where: str) -> str:
-    """Text that a tokenizer takes: not empty, of a size that can be a prompt, and Unicode."""
+    """Check that a text can be a prompt: not empty, not too long, and valid Unicode."""
     if not text.strip():
         raise TaskError(f"{where} is empty")
     if len(text) > MOST_CHARACTERS:

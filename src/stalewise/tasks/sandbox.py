@@ -1,7 +1,7 @@
-"""Runs Python programs that nobody has read: no network, no files but their own, and limits on everything else.
+"""Runs untrusted Python programs: no network, no files but their own, and limits on everything else.
 
-`run_python` takes the first of these ways that works here, each tried on a program that attempts to get out:
-bubblewrap, Linux namespaces, Landlock with seccomp. Without any it refuses. SECURITY.md says what each isolates.
+`run_python` uses the first mechanism that works here: bubblewrap, Linux namespaces, or Landlock with seccomp. Each is
+tried with a program that attempts to escape. If none works, it refuses. SECURITY.md says what each isolates.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PEER = "peer.py"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a program may use. All processes of the program count together."""
+    """Limits on a program. All its processes count together."""
 
     seconds: float = 5.0  # of CPU time, so that a busy machine does not change a reward
     wall_seconds: float = 0.0  # 0: three times `seconds`
@@ -89,12 +89,12 @@ def run_python(
 ) -> SandboxResult:
     """Run a program in a sandbox; it starts in a folder of its own that holds `files` and is gone afterwards.
 
-    It may import the standard library, and with `packages` what is installed in this environment. A `peer` is a second
-    program in another process of the same sandbox: descriptor 3 of each is one end of a socket between them, the peer
-    has no output, and all ends with the first program (of at most 100 kB). May be called from several threads at once.
+    It may import the standard library, and with `packages` the packages of this environment. A `peer` is a second
+    program in another process of the same sandbox. Descriptor 3 of each is one end of a socket between them, the peer
+    has no output, and everything ends with the first program (of at most 100 kB). Thread-safe.
 
-    Raises a TaskError where nothing can isolate the program, unless `unsafe_without_sandbox`: then only limits and the
-    end of all its processes are enforced.
+    Raises a TaskError if nothing can isolate the program. With `unsafe_without_sandbox` it runs without isolation, but
+    with limits, and all its processes are ended.
     """
     mechanism = isolation(unsafe_without_sandbox=unsafe_without_sandbox)
     programs = {_PROGRAM: program} | ({_PEER: peer} if peer else {})
@@ -102,10 +102,10 @@ def run_python(
 
 
 def isolation(*, unsafe_without_sandbox: bool = False) -> str:
-    """The way in which programs are isolated on this machine; a TaskError if there is none."""
-    found, reasons = _probe_all()
-    if found:
-        return found
+    """The mechanism that isolates programs on this machine; a TaskError if there is none."""
+    mechanism, reasons = _probe_all()
+    if mechanism:
+        return mechanism
     if unsafe_without_sandbox and sys.platform == "linux":
         return "none"
     raise TaskError(
@@ -117,7 +117,7 @@ def isolation(*, unsafe_without_sandbox: bool = False) -> str:
 
 @cache
 def _probe_all() -> tuple[str, str]:
-    """The first mechanism that holds, and why the others before it do not."""
+    """The first mechanism that isolates, and why the ones before it do not."""
     reasons: list[str] = []
     for mechanism in MECHANISMS:
         if not (reason := probe(mechanism)):
@@ -151,9 +151,9 @@ print("done")
 
 @contextlib.contextmanager
 def scratch_folder(kind: str) -> Iterator[str]:
-    """A temporary folder that this process holds; one whose process was killed is removed at the next start.
+    """A temporary folder that this process locks. A folder whose process was killed is removed at the next start.
 
-    The kernel drops the lock on a folder when its process ends, however it ends.
+    The kernel drops the lock when the process ends, however it ends.
     """
     remove_abandoned(os.getpid())
     folder, held = "", None
@@ -198,7 +198,7 @@ def _remove(folder: str | Path) -> None:
 
 @cache
 def probe(mechanism: str) -> str:
-    """Why a mechanism does not work here; empty if a program in it could not get out."""
+    """Why a mechanism does not work here; empty if a trial program could not escape from it."""
     if sys.platform != "linux":
         return "this is not Linux"
     if mechanism == "bubblewrap" and shutil.which("bwrap") is None:
@@ -271,20 +271,22 @@ def interpreter() -> str:
 
 
 def package_folders() -> list[str]:
-    """Where the packages of this environment are."""
+    """Directories of the packages of this environment."""
     return list(dict.fromkeys(sysconfig.get_paths()[name] for name in ("purelib", "platlib")))
 
 
 def readable_paths(more: Sequence[str] = ()) -> list[str]:
-    """What a program must read to run at all: the interpreter, its library and shared libraries; and `more`."""
+    """Paths that every program must read: the interpreter, its library and shared libraries; and `more`."""
     paths = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", interpreter()]
     paths += [os.path.join(sys.base_prefix, "lib"), sysconfig.get_paths()["stdlib"], *more]
     paths += ["/nix/store"] if interpreter().startswith("/nix/store/") else []
-    return list(dict.fromkeys(path for one in paths for path in (one, os.path.realpath(one)) if os.path.lexists(path)))
+    return list(
+        dict.fromkeys(path for entry in paths for path in (entry, os.path.realpath(entry)) if os.path.lexists(path))
+    )
 
 
 def _environment(folder: str, *, packages: bool) -> dict[str, str]:
-    """All that a program sees of an environment. One thread in libraries, and the same order of sets every time."""
+    """The environment variables of a program: one thread in libraries, and a fixed order of sets."""
     same = {"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     same |= {"OPENBLAS_NUM_THREADS": "1", "PATH": ""}
     return same | ({"PYTHONPATH": os.pathsep.join(package_folders())} if packages else {})
@@ -292,7 +294,7 @@ def _environment(folder: str, *, packages: bool) -> dict[str, str]:
 
 @dataclass
 class Child:
-    """A running sandbox: its first process, and the pipe on which that reports."""
+    """A running sandbox: its first process, and the pipe for that process's report."""
 
     process: subprocess.Popen[bytes]
     report: int
@@ -311,13 +313,13 @@ class Child:
             self.process.wait()
 
     def why(self) -> str:
-        """Close the report; the limit that ended the program, if one did. After `stop`."""
+        """Read and close the report; the limit that ended the program, or an empty string. Called after `stop`."""
         if self.report < 0:
             return ""
-        with os.fdopen(self.report, "rb") as report:
-            told = json.loads(report.read() or b"{}")
+        with os.fdopen(self.report, "rb") as pipe:
+            report = json.loads(pipe.read() or b"{}")
         self.report = -1
-        return "" if told.get("end") == "stopped" else str(told.get("end", ""))
+        return "" if report.get("end") == "stopped" else str(report.get("end", ""))
 
 
 def launch(spec: Mapping[str, Any], *, stdin: int, piped: bool = False) -> Child:
@@ -355,7 +357,7 @@ def _memory_file(content: bytes) -> Any:
 
 
 def _result(child: Child, mechanism: str, limits: Limits) -> SandboxResult:
-    """Read until the end of a sandbox, and no more than it may write."""
+    """Read the output of a sandbox until it ends, up to the limit on output, and make the result."""
     deadline = time.monotonic() + (limits.wall_seconds or 3 * limits.seconds) + START_S
     try:
         out, err, report, flooded = _read_all(child, limits.output_kb << 10, deadline)
@@ -369,19 +371,19 @@ def _result(child: Child, mechanism: str, limits: Limits) -> SandboxResult:
             if pipe is not None:
                 pipe.close()
     try:
-        told = json.loads(report)
+        outcome = json.loads(report)
     except ValueError:
         raise TaskError(f"a sandbox ({mechanism}) ended without a report: {_end(child.process.returncode)}") from None
-    if told["error"]:
-        raise TaskError(f"a sandbox ({mechanism}) could not be built: {told['error']}")
-    result = SandboxResult("output", _text(out), _text(err), None, float(told["seconds"]), mechanism)
+    if outcome["error"]:
+        raise TaskError(f"a sandbox ({mechanism}) could not be built: {outcome['error']}")
+    result = SandboxResult("output", _text(out), _text(err), None, float(outcome["seconds"]), mechanism)
     if flooded:
         return result
-    if told["end"]:
-        return replace(result, status={"time": "timeout", "stopped": "killed"}.get(told["end"], told["end"]))
-    if os.WIFSIGNALED(told["status"]):  # past its limit of CPU time, the kernel itself may have been first
+    if end := outcome["end"]:
+        return replace(result, status={"time": "timeout", "stopped": "killed"}.get(end, end))
+    if os.WIFSIGNALED(outcome["status"]):  # the kernel itself may have ended it at its limit of CPU time
         return replace(result, status="timeout" if result.seconds >= limits.seconds else "killed")
-    code = os.waitstatus_to_exitcode(told["status"])
+    code = os.waitstatus_to_exitcode(outcome["status"])
     return replace(result, status="failed" if code else "ok", exit_code=code)
 
 

@@ -1,11 +1,11 @@
 """The process that isolates and watches a program; `stalewise.tasks.sandbox` starts it as a script.
 
-It runs in a bare interpreter (`-I -S`) and imports the standard library only. It forks, isolates the child, and waits:
-for its end, for a limit, or for SIGTERM, which is also what it gets when its own parent dies. Then it kills everything
-that the program left (it is the subreaper of its descendants, so `setsid` does not help), and reports.
+It runs in a bare interpreter (`-I -S`) and imports the standard library only. It forks, isolates the child, and waits
+for the child's end, for a limit, or for SIGTERM. The kernel also sends SIGTERM when the parent dies. Then it kills all
+processes that the program left and reports. It is the subreaper of its descendants, so `setsid` does not help them.
 
-In a PID namespace the chain is: this process, one that builds the namespaces, their init, the program. Each is killed
-when the one before it dies, and the kernel kills all of a PID namespace when its init dies.
+In a PID namespace the chain is: this process, a process that builds the namespaces, their init, the program. Each is
+killed when its parent dies, and the kernel kills all of a PID namespace when its init dies.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ REFUSED = {
     "process_mrelease": (448, 448), "kcmp": (312, 272), "syslog": (103, 116), "settimeofday": (164, 170),
     "clock_settime": (227, 112), "personality": (135, 92), "fanotify_init": (300, 262),
 }  # fmt: skip
-# Refused where nothing else holds them: new processes, and what Landlock permits with other processes and files.
+# Also refused where only Landlock confines a program: new processes, and acts on other processes and files.
 REFUSED_ALONE = {
     "fork": (57, -1), "vfork": (58, -1), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434),
@@ -109,7 +109,7 @@ def landlock_version() -> int:
 
 
 def restrict_files(readable: list[str], folder: str) -> None:
-    """Let this process and its children read what is `readable`, write in `folder`, and open nothing else."""
+    """Let this process and its children read the paths `readable`, write in `folder`, and open nothing else."""
     version = landlock_version()
     if version < 1:
         raise OSError(errno.ENOSYS, "Landlock: not in this kernel, or switched off")
@@ -122,7 +122,7 @@ def restrict_files(readable: list[str], folder: str) -> None:
 
 
 def restrict_signals() -> None:
-    """Where the kernel can (ABI 6), keep this process and its children from signalling any other."""
+    """Keep this process and its children from signalling other processes, if the kernel can (ABI 6)."""
     if (version := landlock_version()) >= 6:
         call("syscall", ctypes.c_long(446), ctypes.c_int(_ruleset(0, 0, 2, version)), ctypes.c_uint(0))
 
@@ -168,7 +168,7 @@ def _only_if(name: str, argument: int, *allowed: int) -> bytes:
 
 
 def seccomp_filter(*, alone: bool, pid: int) -> bytes:
-    """The filter's program. `alone`: no new processes, and no acts on others (`pid` is this one)."""
+    """The filter's program. `alone`: it also refuses new processes and acts on processes other than `pid`."""
     refuse = _instruction(_RETURN, _ERROR | errno.EPERM)
     allow = _instruction(_RETURN, _ALLOW)
     program = _instruction(_LOAD, _ARCHITECTURE)
@@ -217,7 +217,7 @@ def map_users(pid: int) -> None:
 
 
 def build_root(root: str, readable: list[str], limits: dict[str, Any]) -> None:
-    """Make a root directory with what is readable, four devices and an empty folder, and move into it."""
+    """Make a root directory with the readable paths, four devices and an empty folder, and move into it."""
     call("mount", b"none", b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None)
     _mount_tmpfs(root, "size=1m,mode=755")
     for path in [*readable, *DEVICES]:
@@ -265,36 +265,36 @@ def _write(path: str, text: str) -> None:
 
 
 def start(spec: dict[str, Any], events: int) -> int:
-    """Fork what leads to the program, and return its process id. Errors arrive as events."""
-    asked, asks = os.pipe()
-    answered, answers = os.pipe()
+    """Fork the process that isolates itself and starts the program; return its id. Errors arrive as events."""
+    ready_r, ready_w = os.pipe()
+    mapped_r, mapped_w = os.pipe()
     if (pid := os.fork()) == 0:
-        _guarded(lambda: _isolate(spec, events, asks, answered), events)
-    os.close(asks)
-    os.close(answered)
-    if os.read(asked, 1):  # it waits in a new user namespace
+        _guarded(lambda: _isolate(spec, events, ready_w, mapped_r), events)
+    os.close(ready_w)
+    os.close(mapped_r)
+    if os.read(ready_r, 1):  # the child waits in a new user namespace
         map_users(pid)
-        os.write(answers, b"x")
-    os.close(asked)
-    os.close(answers)
+        os.write(mapped_w, b"x")
+    os.close(ready_r)
+    os.close(mapped_w)
     return pid
 
 
-def _isolate(spec: dict[str, Any], events: int, asks: int, answered: int) -> None:
+def _isolate(spec: dict[str, Any], events: int, ready_w: int, mapped_r: int) -> None:
     """Isolate this process as the spec's mechanism says, then run the programs in it or in a child."""
     die_with_parent(signal.SIGKILL)
     os.setpgid(0, 0)
     if spec["mechanism"] == "bubblewrap":
-        os.close(asks)
+        os.close(ready_w)
         _exec_bubblewrap(spec, events)
     if spec["mechanism"] != "namespaces":
-        os.close(asks)
+        os.close(ready_w)
         os.chdir(spec["folder"])
         run_programs(spec, events)
     call("unshare", NEW_USER | NEW_PID | NEW_NS)
-    os.write(asks, b"x")
-    os.close(asks)
-    if not os.read(answered, 1):
+    os.write(ready_w, b"x")
+    os.close(ready_w)
+    if not os.read(mapped_r, 1):
         raise OSError(errno.EPERM, "the user namespace could not be mapped")
     build_root(spec["folder"], spec["readable"], spec["limits"])
     if (pid := os.fork()) == 0:
@@ -331,7 +331,7 @@ def run_programs(spec: dict[str, Any], events: int) -> None:
 
 
 def _exec(spec: dict[str, Any], command: list[str], peer: int, place: int) -> None:
-    """Give up what is left of this process's rights and become the program."""
+    """Give up the remaining rights of this process and become the program."""
     mechanism, limits = spec["mechanism"], spec["limits"]
     die_with_parent(signal.SIGKILL)
     if place:  # only the first one speaks and listens
@@ -365,7 +365,7 @@ def _exec(spec: dict[str, Any], command: list[str], peer: int, place: int) -> No
 
 
 def set_limits(limits: dict[str, Any], *, count_processes: bool) -> None:
-    """Set what the kernel limits for each process. A limit of 0 is none; the others are watched from outside."""
+    """Set the limits that the kernel keeps for each process; 0 is no limit. The others are watched from outside."""
     wanted = {
         resource.RLIMIT_CORE: -1,  # none at all
         resource.RLIMIT_AS: limits["memory_bytes"] if limits["address_space"] else 0,
@@ -407,7 +407,7 @@ def inside(spec_fd: int, events: int) -> None:
 
 
 def _guarded(work: Any, events: int) -> None:
-    """Do what should not return; report why it did, and end."""
+    """Call a function that should not return; report the error if it does, and exit."""
     try:
         work()
     except BaseException as problem:
@@ -430,7 +430,7 @@ def supervise(spec_fd: int, report_fd: int) -> int:
     call("prctl", PR_SET_SUBREAPER, 1, 0, 0, 0)
     die_with_parent(signal.SIGTERM)
     if os.getppid() != spec["parent"]:
-        return 0  # it died before this line
+        return 0  # the parent died before this line
     heard, events = os.pipe()
     report: dict[str, Any] = {"end": "", "status": 0, "error": ""}
     child = 0
@@ -540,9 +540,9 @@ def reap() -> list[int]:
 
 
 def end_tree(group: int) -> None:
-    """Kill all descendants: first the group, at once, so that no fork is missed, then what has left the group.
+    """Kill all descendants: first the group, in one call so that no fork is missed, then those that left the group.
 
-    Those are stopped until no new one is found, since they may be forking, and killed then.
+    The latter may be forking: they are stopped until no new ones are found, and then killed.
     """
     stopped: set[int] = set()
     if group:
@@ -562,7 +562,7 @@ def _kill(how: Any, pid: int, number: int) -> None:
 
 
 def empty_folder(folder: str) -> None:
-    """Delete what a folder holds, however deep: what is in a subfolder moves up first, so paths stay short."""
+    """Delete the content of a folder of any depth: the content of a subfolder moves up first, so paths stay short."""
     number = 0
     while names := os.listdir(folder):
         for name in names:
@@ -586,7 +586,7 @@ def read_spec(descriptor: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> None:
-    """`inside SPEC EVENTS` within bubblewrap; else `SPEC REPORT`, and end as the program did."""
+    """Arguments: `inside SPEC EVENTS` within bubblewrap, otherwise `SPEC REPORT`. Ends as the program did."""
     if arguments[0] == "inside":
         inside(int(arguments[1]), int(arguments[2]))
     status = supervise(int(arguments[0]), int(arguments[1]))

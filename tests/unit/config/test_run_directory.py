@@ -13,7 +13,7 @@ from rundirs import add_evaluation
 from stalewise.config import RunConfig, make_config, write_resolved
 from stalewise.config.run_directory import (
     check_identity,
-    flat,
+    flatten,
     identity_differences,
     is_started,
     read_config,
@@ -110,7 +110,7 @@ def test_the_result_sums_up_the_journal(tmp_path: Path) -> None:
 
 
 def test_nested_tables_become_dotted_keys() -> None:
-    assert flat({"a": {"b": {"c": 1}}, "d": [2]}) == {"a.b.c": 1, "d": [2]}
+    assert flatten({"a": {"b": {"c": 1}}, "d": [2]}) == {"a.b.c": 1, "d": [2]}
 
 
 def test_files_in_the_run_directory_move_with_it(tmp_path: Path) -> None:

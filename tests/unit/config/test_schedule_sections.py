@@ -9,7 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from stalewise.config import make_config
-from stalewise.config.sections import RECIPES, ScheduleSection, with_recipe
+from stalewise.config.run import RECIPES, with_recipe
+from stalewise.config.sections import ScheduleSection
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,7 @@ def test_gold_answers_of_which_a_part_is_read_are_counted_and_listed(tmp_path: P
     record = called_json(*words)
     assert (record["unmatched"], record["unmatched_prompts"]) == (1, ["evaluation/two"])
     assert (
-        "1 gold answer(s) are not accepted as an answer, since only a part is read: evaluation/two"
+        "1 gold answers are scored as wrong, since the verifier parses only part of them: evaluation/two"
         in call(*words).stdout
     )
 

@@ -19,7 +19,7 @@ from stalewise.rollout.workers.worker import work
 from stalewise.store import batch_directories, open_batch, read_ledger
 from stalewise.store.json_lines import read_jsonl
 from stalewise.store.ledger import from_ranges, ledger_path
-from stalewise.store.reader import deal_informative, has_variance
+from stalewise.store.reader import has_variance, split_informative
 from tiny import tiny_record
 
 
@@ -45,13 +45,13 @@ def metrics(config: RunConfig) -> list[dict[str, Any]]:
 def test_groups_are_dealt_evenly_by_kind() -> None:
     group = np.repeat(np.arange(10), 2)[::-1].copy()  # rows of a group need not rise
     informative = np.isin(group, [1, 2, 3, 7, 8])
-    dealt = deal_informative(group, informative, per_update=2, updates=3)
+    dealt = split_informative(group, informative, per_update=2, updates=3)
     assert [sorted(set(group[rows])) for rows in dealt] == [[0, 1, 2, 4], [3, 5, 6, 7], [8, 9]]
     # More than the updates need: the last ones stay unused.
-    dealt = deal_informative(group, informative, per_update=2, updates=2)
+    dealt = split_informative(group, informative, per_update=2, updates=2)
     assert [sorted(set(group[rows])) for rows in dealt] == [[0, 1, 2, 4, 5], [3, 6, 7, 9]]
     assert all((np.diff(group[rows]) >= 0).all() for rows in dealt)
-    nothing = deal_informative(group, np.zeros(20, bool), per_update=2, updates=3)
+    nothing = split_informative(group, np.zeros(20, bool), per_update=2, updates=3)
     assert sorted(np.concatenate(nothing)) == list(range(20))
 
 

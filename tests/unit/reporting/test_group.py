@@ -76,10 +76,10 @@ def test_gold_answers_need_no_verifier_and_say_why_they_are_unknown(tmp_path: Pa
     index, gold = index_of(run), GoldAnswers()
     answers = {"a": "2", "b": "4"}
     assert [gold.of(index, index.batches[0].key, group)["answer"] for group in range(2)] == [answers[n] for n in names]
-    assert gold.of(index, index.batches[0].key, 2)["why"] == "the data of the task were changed since"
+    assert gold.of(index, index.batches[0].key, 2)["why"] == "the task's data has changed since"
     write_resolved(make_config({"task": {"name": "verifiers"}}), run / "config.resolved.json")
     unknown = GoldAnswers().of(index, index.batches[0].key, 0)
-    assert unknown["answer"] is None and "known to the program that made the run only" in unknown["why"]
+    assert unknown["answer"] is None and "known only to the program that made the run" in unknown["why"]
 
 
 def test_a_rollout_that_was_not_consumed_has_no_ratio(run: Path) -> None:

@@ -112,8 +112,8 @@ def test_the_report_is_made_anew_when_the_run_goes_on(own: Path) -> None:
 
 
 def test_how_the_run_stands_is_said(server: RunServer) -> None:
-    standing = ask(server, "state")[1]["standing"]
-    assert standing.startswith("stopped · next: ") and "update 6 of 8" in standing
+    status = ask(server, "state")[1]["status"]
+    assert status.startswith("stopped · next: ") and "update 6 of 8" in status
 
 
 def test_a_slow_search_keeps_nobody_waiting(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

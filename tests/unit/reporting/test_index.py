@@ -145,7 +145,7 @@ def test_updates_that_were_taken_back_are_shown_where_their_batch_stands(halved:
     taken, stands = (
         describe_group(index, key, 46, TokenDecoder(halved)) for key in ("r001:g000001-v000004", "g000001-v000004")
     )
-    assert (taken["rollback"], taken["stands"], stands["rollback"]) == ("r001", True, "")
+    assert (taken["rollback"], taken["is_kept"], stands["rollback"]) == ("r001", True, "")
     assert [one["update"] for one in taken["responses"]] == [5] * GROUP_SIZE
     assert [one["update"] for one in stands["responses"]] == [4] * GROUP_SIZE
     assert [one["rollout_id"] for one in taken["responses"]] == [one["rollout_id"] for one in stands["responses"]]

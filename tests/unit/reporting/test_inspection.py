@@ -8,14 +8,13 @@ import pytest
 
 from rollout_runs import GROUP_SIZE, make_rollout, start_run
 from stalewise.config import RunConfig
-from stalewise.errors import StoreError
+from stalewise.errors import StoreError, visible
 from stalewise.reporting.inspection import (
     inspect_group,
     inspect_rollout,
     inspect_run,
     load_tokenizer,
     numbered_batches,
-    visible,
 )
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from rundirs import add_evaluation, warnings, write_run
 from stalewise.config import RunConfig
+from stalewise.config.run_directory import flatten
 from stalewise.errors import StoreError
-from stalewise.reporting.read import differing_keys, flatten, metric_columns, read_run, unique_labels
+from stalewise.reporting.read import differing_keys, metric_columns, read_run, unique_labels
 from stalewise.reporting.render import write_report
 from stalewise.store.atomic import write_json_atomic
 from stalewise.store.json_lines import append_line
@@ -115,5 +116,5 @@ def test_labels_are_the_shortest_unique_ends_of_paths() -> None:
 
 
 def test_nested_tables_become_dotted_keys() -> None:
-    flat = flatten({"seed": 0, "task": {"name": "jsonl", "options": {}}})
+    flat = flatten({"seed": 0, "task": {"name": "jsonl", "options": {}}}, keep_empty=True)
     assert flat == {"seed": 0, "task.name": "jsonl", "task.options": {}}

@@ -9,18 +9,18 @@ import pytest
 
 from stalewise.staleness.law import Law
 from stalewise.staleness.likelihood import (
-    arrange,
-    choose,
     draw,
     large_sample_threshold,
-    likelihood,
+    log_drifts,
+    log_likelihood,
+    select_model,
     starting_points,
 )
 
 
 @pytest.mark.parametrize("parameters", [(-2.0, -0.3, -1.2), (-3.5, 0.4, -0.5), (700.0, 0.0, -2.0), (-2.0, 700.0, -1.0)])
 def test_the_gradient_is_that_of_the_likelihood(parameters: tuple[float, float, float]) -> None:
-    data = arrange(
+    data = log_drifts(
         np.array([8.0, 16.0, 4.0, 64.0, 8.0]),
         np.array([0.01, 0.02, 0.005, 0.01, 0.3]),
         np.array([100.0, 50.0, 200.0, 100.0, 100.0]),
@@ -30,8 +30,8 @@ def test_the_gradient_is_that_of_the_likelihood(parameters: tuple[float, float, 
     here = np.array(parameters)
     for index in range(3):
         step = np.eye(3)[index] * 1e-5
-        slope = (likelihood(here + step, data)[0] - likelihood(here - step, data)[0]) / 2e-5
-        assert likelihood(here, data)[1][index] == pytest.approx(slope, rel=1e-5, abs=1e-5)
+        slope = (log_likelihood(here + step, data)[0] - log_likelihood(here - step, data)[0]) / 2e-5
+        assert log_likelihood(here, data)[1][index] == pytest.approx(slope, rel=1e-5, abs=1e-5)
 
 
 def test_a_broken_batch_collapses_at_any_update_alike() -> None:
@@ -70,8 +70,8 @@ def test_the_search_reaches_three_of_the_largest_scatters_beyond_the_drifts() ->
     staleness, rate = np.array([8.0, 4.0, 64.0, 64.0] * 3), np.array([0.001, 0.02, 0.01, 0.02] * 3)
     # (8, 0.001) survives; (4, 0.02) collapses at t·η·G = 1; the others, of large S·η·G, at times that say nothing
     times = np.array([0, 50, 3, 90, 0, 50, 77, 12, 0, 50, 31, 60.0])
-    data = arrange(staleness, rate, np.full(12, 100.0), np.ones(12), times)
-    _, box, radii = choose(data, starting_points(np.log(staleness * rate), data.collapsed_by))
+    data = log_drifts(staleness, rate, np.full(12, 100.0), np.ones(12), times)
+    _, box, radii = select_model(data, starting_points(np.log(staleness * rate), data.collapsed_by))
     assert radii == [0, 1]
     assert box[0] == pytest.approx([math.log(0.008) - 6, math.log(1.28) + 6])  # S·η·G of 8 · 0.001 and 64 · 0.02
     # drifts survived or collapsed at: 100 · 0.001 for the survivors, 3 · 0.01 and 90 · 0.02 at the ends

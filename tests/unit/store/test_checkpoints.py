@@ -87,7 +87,7 @@ def test_a_file_that_vanished_is_not_committed(tmp_path: Path) -> None:
         (path / "x").write_text("y")
         return {"model.safetensors": "0" * 64}
 
-    with pytest.raises(StoreError, match=r"model\.safetensors is gone since it was written"):
+    with pytest.raises(StoreError, match=r"model\.safetensors disappeared after it was written"):
         write_checkpoint(tmp_path, 1, save=save, state={})
     assert not versions(tmp_path)
 

@@ -13,7 +13,7 @@ group_ids = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 50), max_
 
 @given(group_ids, st.integers(1, 9))
 def test_every_group_is_dealt_whole_and_once_in_order(groups: list[int], per_update: int) -> None:
-    dealt = [rows.tolist() for rows in reader.deal(groups, per_update)]
+    dealt = [rows.tolist() for rows in reader.split_into_updates(groups, per_update)]
     order = [list(dict.fromkeys(groups[row] for row in rows)) for rows in dealt]
     assert [group for update in order for group in update] == sorted(set(groups))
     assert all(len(update) == per_update for update in order[:-1])
@@ -24,4 +24,4 @@ def test_every_group_is_dealt_whole_and_once_in_order(groups: list[int], per_upd
 
 def test_an_update_without_groups_is_refused() -> None:
     with pytest.raises(ValueError, match="per_update is 0"):
-        reader.deal([1], 0)
+        reader.split_into_updates([1], 0)

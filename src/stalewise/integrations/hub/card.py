@@ -18,12 +18,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from stalewise import __version__
 from stalewise.config import RunConfig
-from stalewise.config.run_directory import EXPORT_FORMAT, EXPORT_RECORD, flat, read_config
+from stalewise.config.run_directory import EXPORT_FORMAT, EXPORT_RECORD, flatten, read_config
 from stalewise.config.template import toml
-from stalewise.errors import StoreError
+from stalewise.errors import StoreError, visible
 from stalewise.models import embedded_policies
 from stalewise.models.gguf import SMOLLM2, is_gguf
-from stalewise.reporting.inspection import visible
 from stalewise.reporting.read import Run
 from stalewise.reporting.render import describe_stage_end
 from stalewise.reporting.summary import (
@@ -43,14 +42,14 @@ from stalewise.store.schema import EPISODE_SCHEMA, EPISODES
 
 RECORD = EXPORT_RECORD
 SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
-MOST_ANCESTORS = 16  # runs that were started from one another's checkpoints
+MOST_ANCESTORS = 16  # length of a chain of runs that each started from a checkpoint of the one before
 
 
 @contextlib.contextmanager
 def new_folder(directory: Path, record: Mapping[str, Any], *, force: bool) -> Iterator[Path]:
-    """A temporary directory to fill; on success it becomes `directory`, with `record` and the checksums of its files.
+    """Yield a temporary directory to fill; it becomes `directory`, with `record` and the checksums of its files.
 
-    An existing directory is an error, unless `force` is given and it is an earlier export.
+    An existing directory is an error, unless it is an earlier export and `force` is given.
     """
     _check_free(directory, force)
     temporary = atomic.temporary_name(directory)
@@ -69,7 +68,7 @@ def new_folder(directory: Path, record: Mapping[str, Any], *, force: bool) -> It
             return atomic.commit_directory(temporary, directory)
         _check_free(directory, force)
         before = atomic.temporary_name(directory)
-        directory.rename(before)  # not removed first: at any moment one of the two is whole
+        directory.rename(before)  # not removed yet: at any moment one of the two is complete
         atomic.commit_directory(temporary, directory)
         shutil.rmtree(before)
     except BaseException:
@@ -111,7 +110,7 @@ class BasePolicy:
 
 
 def base_of(model: str, task: str, depth: int = 0) -> BasePolicy:
-    """The base of `model.path` and `task.name`. A model trained by stalewise is followed to its own base."""
+    """The base model of `model.path` and `task.name`. A model trained by stalewise is traced to its own base."""
     path = task if model == "auto" else model
     if path in embedded_policies():
         return BasePolicy(f"the small policy `{path}` that comes with stalewise", license="apache-2.0")
@@ -139,9 +138,9 @@ def _descendant(run: str, version: int, base: BasePolicy) -> BasePolicy:
 
 
 def shareable(config: RunConfig) -> dict[str, Any]:
-    """The config as nested tables without nulls, addresses of servers and stores, and paths of this machine.
+    """The config as nested tables, without nulls, addresses of servers and stores, and paths of this machine.
 
-    A planned learning rate is written as given: a rerun elsewhere has no calibration.
+    A planned learning rate is marked as given, since another machine has no calibration.
     """
     record = config.model_dump(mode="json")
     record |= {"runs": "runs", "trackers": [], "storage": {}}
@@ -171,11 +170,11 @@ def config_file(config: RunConfig) -> str:
 
 def explicit_settings(config: RunConfig) -> dict[str, Any]:
     """Settings that differ from the defaults, with dotted keys."""
-    defaults, settings = flat(shareable(RunConfig())), flat(shareable(config))
+    defaults, settings = flatten(shareable(RunConfig())), flatten(shareable(config))
     return {key: value for key, value in settings.items() if key not in defaults or defaults[key] != value}
 
 
-MOST_ROWS = 16  # of a table of stages
+MOST_ROWS = 16  # rows of a table of stages
 ENVIRONMENT = ("stalewise", "python", "torch", "transformers", "device", "threads")
 OPTIMIZER = ("learning_rate", "schedule", "warmup_updates", "weight_decay", "max_grad_norm", "step_control")
 SAMPLER = ("engine", "temperature", "top_p", "top_k", "max_new_tokens", "weights")
@@ -213,7 +212,7 @@ def model_card(run: Run, config: RunConfig, version: int, base: BasePolicy, *, a
         sentence=sentence,
         evaluations=seen.evaluations,
         pass_at=_largest_k(seen.evaluations),
-        # An objective of a program is known to that program alone; the config has what was set.
+        # Only the program knows the defaults of its own objective; the config has the parameters that were set.
         parameters=config.objective.params
         if "@" in config.objective.name
         else get_objective(config.objective.name).settings(config.objective.params),
@@ -242,7 +241,7 @@ def dataset_card(run: Run, config: RunConfig, base: BasePolicy, *, config_name: 
         size_categories=size_category(rows),
         tags=["stalewise", "rollouts", "reinforcement-learning"],
         configs=[{"config_name": "default", "data_files": files}],
-        # Of a run with episodes some shards have the column `segments` and others do not: `datasets` must be told.
+        # In a run with episodes only some shards have the column `segments`: `datasets` needs the full schema.
         dataset_info={"features": hub_features(EPISODE_SCHEMA)} if has_episodes else None,
     )
     body = _template("dataset_card.md").render(
@@ -294,7 +293,7 @@ def _common(run: Run, config: RunConfig, base: BasePolicy, config_name: str) -> 
 
 
 def _without_places(run: Run) -> Run:
-    """The run with the names of the runs it was forked from, instead of their paths on this machine."""
+    """The run with the names of its ancestors in place of their paths on this machine."""
 
     def named(record: Mapping[str, Any]) -> dict[str, Any]:
         shared = {
@@ -313,7 +312,7 @@ class _Code(str):
 
 
 def _plain(value: Any) -> Any:
-    """Text from a config or a run, as a card may show it: no tag, no control character, no end of a code block."""
+    """Make text of a config or run safe for a card: no tag, no control character, no end of a code block."""
     if isinstance(value, _Code):
         return visible(value).replace("`", "'")
     return visible(value).replace("&", "&amp;").replace("<", "&lt;") if isinstance(value, str) else value
@@ -335,7 +334,7 @@ def _template(name: str) -> Any:
 
 
 def adapted_matrices(run: Path, version: int) -> list[str]:
-    """What a version's adapter was put on, by the names in PEFT's config; none without an adapter."""
+    """The matrices that a version's adapter adapts, by their names in PEFT's config; empty without an adapter."""
     path = checkpoint_directory(run, version) / "adapter" / "adapter_config.json"
     record = read_json(path) if path.is_file() else {}
     modules = record.get("target_modules") or []  # a pattern, in adapters that others made
@@ -441,7 +440,7 @@ def describe_drift(run: Run, *, is_planned: bool) -> str:
 
 
 def limitations(run: Run, seen: Run, version: int, base: BasePolicy, *, seed: int, adapter: bool) -> list[str]:
-    """What the numbers of the card do not say."""
+    """Limitations of the results in the card."""
     newest = max([version, *versions(run.directory)])
     is_evaluated = version in {record["version"] for record in run.evaluations}
     done = f"{run.updates} of {run.planned_updates} updates"

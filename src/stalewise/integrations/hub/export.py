@@ -29,7 +29,7 @@ CARD, CONFIG = "README.md", EXPORT_CONFIG
 ADAPTER, ADAPTER_CONFIG = "adapter", "adapter_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SMALL_FILES = frozenset({".json", ".jinja", ".txt", ".model"})
-NOT_THE_POLICY = frozenset({"state.json", "manifest.json"})  # of the trainer and of the store
+NOT_THE_POLICY = frozenset({"state.json", "manifest.json"})  # files of the trainer and the store
 NOT_THE_TOKENIZER = frozenset({"config.json", "generation_config.json", INDEX})
 
 
@@ -49,7 +49,7 @@ def export_policy(
     """
     run, directory = Path(run), Path(directory).expanduser()
     config = read_config(run)
-    check_run(run)  # no figure of the card is of a damaged record
+    check_run(run)  # the card must not show numbers of damaged records
     version = pick_version(run, version, "export")
     checkpoint = checkpoint_directory(run, version)
     if adapter and not config.model.trains_adapters:
@@ -146,7 +146,7 @@ def push(
     """
     check_name(repo_id)
     if rollouts and (adapter or version is not None):
-        raise ConfigError("rollouts are pushed all together: leave out --version and --adapter")
+        raise ConfigError("--rollouts pushes the rollouts of all versions: omit --version and --adapter")
 
     def write(directory: Path, *, force: bool = False, link: bool = False) -> Path:
         if rollouts:

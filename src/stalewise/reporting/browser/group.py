@@ -1,4 +1,4 @@
-"""A group for the browser: its prompt, and its responses token by token with what the trainer recorded of them."""
+"""A group for the browser: its prompt, and its responses token by token with the trainer's records of them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 import pyarrow.compute as pc
 
 from stalewise.config.run_directory import RESOLVED, read_config
-from stalewise.errors import StalewiseError, StoreError
+from stalewise.errors import StalewiseError, StoreError, visible
 from stalewise.reporting.browser.index import Column, RolloutIndex
 from stalewise.reporting.browser.locations import BatchLocation, read_rows
 from stalewise.reporting.browser.query import json_log_ratio, json_number, rows_of_group
-from stalewise.reporting.inspection import load_tokenizer, rescored, visible
+from stalewise.reporting.inspection import load_tokenizer, rescored
 from stalewise.store import read_tokens, rollouts_from_table
 from stalewise.store.reward_versions import BatchRewards
 from stalewise.types import Rollout, TokenFlag
@@ -43,7 +43,7 @@ class GoldAnswers:
         except (StalewiseError, OSError) as error:
             return {"answer": None, "why": visible(" ".join(str(error).split()))}
         if prompt.prompt_id != prompt_id:  # a group is the number of its prompt in the order of the task
-            return {"answer": None, "why": "the data of the task were changed since"}
+            return {"answer": None, "why": "the task's data has changed since"}
         return {"answer": printable(prompt.answer), "why": ""}
 
     def _task(self, batch: Path) -> Any:
@@ -56,12 +56,12 @@ class GoldAnswers:
 
 
 class TokenDecoder:
-    """Decodes single tokens of a run; to their ids if the run has no tokenizer."""
+    """Decodes single tokens of a run; without a tokenizer it gives their ids."""
 
     def __init__(self, run: Path) -> None:
         tokenizer = load_tokenizer(run)
         added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
-        self._special = {token for token, one in added.items() if one.special}
+        self._special = {token for token, entry in added.items() if entry.special}
         self._decode = None if tokenizer is None else lru_cache(maxsize=None)(partial(_decode_one, tokenizer))
 
     @property
@@ -70,7 +70,7 @@ class TokenDecoder:
         return self._decode is not None
 
     def prompt(self, ids: Sequence[int]) -> str:
-        """What the policy saw, for a page: special tokens are in «»."""
+        """The prompt as the policy saw it, for a page: special tokens are in «»."""
         if not self.has_tokenizer:
             return f"token ids {list(ids)}"
         marked = zip(ids, map(printable, self.texts(ids)), strict=True)
@@ -97,20 +97,18 @@ def describe_group(index: RolloutIndex, batch: str, group: int, decoder: TokenDe
     location, rows = _find(index, batch, index.column("group") == group, f"group {group}")
     rows = rows_of_group(index, int(index.column("group_number")[rows[0]]))
     rollouts, logged, problems = _read(index, location, rows)
-    first, ids, others = (
-        next(iter(rollouts.values()), None),
-        index.column("rollout_id")[rows],
-        dict[str, BatchRewards](),
-    )
+    rollout_ids = index.column("rollout_id")[rows]
+    other_rewards: dict[str, BatchRewards] = {}
     try:
-        others = {visible(name): found for name, found in rescored(location.directory).items()}
+        other_rewards = {visible(name): rewards for name, rewards in rescored(location.directory).items()}
     except StalewiseError as error:
         problems.append(str(error))
+    first = next(iter(rollouts.values()), None)
     prompt = [] if first is None else list(first.prompt_ids)
     return {
         "batch": batch,
         "rollback": location.rollback,
-        "stands": location.is_kept,
+        "is_kept": location.is_kept,
         "directory": location.directory.name,
         "group": group,
         "prompt_id": visible(index.table.column("prompt_id")[int(rows[0])].as_py()),
@@ -119,8 +117,13 @@ def describe_group(index: RolloutIndex, batch: str, group: int, decoder: TokenDe
         "degenerate": bool(index.column("degenerate")[int(rows[0])]),
         "responses": [
             describe_response(index, int(row), rollouts, logged, decoder)
-            | {"rewards": {name: json_number(found.values(ids[[place]])[0]) for name, found in others.items()}}
-            for place, row in enumerate(rows)
+            | {
+                "rewards": {
+                    name: json_number(rewards.values(rollout_ids[[position]])[0])
+                    for name, rewards in other_rewards.items()
+                }
+            }
+            for position, row in enumerate(rows)
         ],
         "rewards_used": visible(location.rewards),
         "problems": problems,
@@ -132,13 +135,13 @@ def groups_of_prompt(index: RolloutIndex, row: int) -> list[dict[str, Any]]:
     prompt_id = index.table.column("prompt_id")
     same = np.flatnonzero(pc.call_function("equal", [prompt_id, prompt_id[row]]).to_numpy())
     numbers = np.unique(index.column("group_number")[same])
-    found: list[dict[str, Any]] = []
+    groups: list[dict[str, Any]] = []
     for number in numbers.tolist():
         rows = rows_of_group(index, number)
         reward = index.column("reward")[rows]
         known = reward[~np.isnan(reward)]
         location = index.batches[int(index.column("place")[rows[0]])]
-        found.append(
+        groups.append(
             {
                 "batch": location.key,
                 "group": int(index.column("group")[rows[0]]),
@@ -147,7 +150,7 @@ def groups_of_prompt(index: RolloutIndex, row: int) -> list[dict[str, Any]]:
                 "rollback": location.rollback,
             }
         )
-    return sorted(found, key=lambda one: one["version"])[:MOST_VERSIONS]
+    return sorted(groups, key=lambda group: group["version"])[:MOST_VERSIONS]
 
 
 def describe_tokens(
@@ -168,7 +171,7 @@ def describe_response(
     logged: Mapping[int, dict[str, Any]],
     decoder: TokenDecoder,
 ) -> dict[str, Any]:
-    """One response; only what the index has of it if its shard cannot be read."""
+    """One response; if its shard cannot be read, only the values in the index."""
     value = {name: index.column(name)[row] for name in ("rollout_id", "update", "age", "clipped", "vetoed")}
     is_consumed, is_logged = value["update"] >= 0, value["clipped"] >= 0
     known: dict[str, Any] = {
@@ -226,9 +229,9 @@ def _read(
             rollouts |= {rollout.rollout_id: rollout for rollout in rollouts_from_table(table)}
         except StalewiseError as error:
             problems.append(str(error))
-    for one in np.unique(update[rows][update[rows] >= 0]).tolist():
+    for number in np.unique(update[rows][update[rows] >= 0]).tolist():
         try:
-            table = read_tokens(location.tokens, one, rollout_id[rows[update[rows] == one]])
+            table = read_tokens(location.tokens, number, rollout_id[rows[update[rows] == number]])
             logged |= {record["rollout_id"]: record for record in table.to_pylist()}
         except StalewiseError as error:
             problems.append(str(error))
@@ -236,7 +239,7 @@ def _read(
 
 
 def _log_ratio(rollout: Rollout, record: dict[str, Any] | None) -> Column | None:
-    """None if no update recorded the rollout, or its record has another length."""
+    """The log-ratio of each token; None if no update recorded the rollout, or its record has another length."""
     if record is None or len(record["logp"]) != len(rollout.behaviour_logp):
         return None
     return np.array(record["logp"], dtype=np.float32) - np.array(rollout.behaviour_logp, dtype=np.float32)
@@ -244,10 +247,10 @@ def _log_ratio(rollout: Rollout, record: dict[str, Any] | None) -> Column | None
 
 def _segments(rollout: Rollout) -> list[dict[str, Any]]:
     """Where the turns of an episode begin, and who wrote them; empty for a single turn."""
-    starts = np.cumsum([0, *(one.tokens for one in rollout.segments)]).tolist()
+    starts = np.cumsum([0, *(segment.tokens for segment in rollout.segments)]).tolist()
     return [
-        {"by": visible(one.by), "start": start, "tokens": one.tokens}
-        for one, start in zip(rollout.segments, starts, strict=False)
+        {"by": visible(segment.by), "start": start, "tokens": segment.tokens}
+        for segment, start in zip(rollout.segments, starts, strict=False)
     ]
 
 

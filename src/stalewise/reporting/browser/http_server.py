@@ -50,7 +50,7 @@ REPORT = (
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 PAGES = {"": "report.html", "rollouts": "rollouts.html"}
 REQUEST_S = 10.0  # for a whole request to arrive
-SEND_S = 30.0  # for a client to take or send something
+SEND_S = 30.0  # for a client to read or send data
 WATCHED = (RESOLVED, "metrics.jsonl", "eval.jsonl", "journal.jsonl", "rollbacks", "rollouts")
 KEPT_QUERIES = 16
 
@@ -84,7 +84,7 @@ class RunServer(ThreadingHTTPServer):
                     connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print the traceback of a bug; a client that went away is none."""
+        """Print the traceback of a bug; a client that disconnected is not a bug."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -95,18 +95,18 @@ class RunServer(ThreadingHTTPServer):
 
     @property
     def decoder(self) -> TokenDecoder:
-        """The tokenizer of the run; looked for again until there is a checkpoint."""
+        """Decodes with the run's tokenizer, which is looked for again until a checkpoint has one."""
         if not self._decoder.has_tokenizer:
             self._decoder = TokenDecoder(self.run)
         return self._decoder
 
     def state(self) -> str:
         """A text that changes with the records of the run and with every shard of rollouts."""
-        found: list[str] = []
+        stamps: list[str] = []
         for path in [*(self.run / name for name in WATCHED), *batch_directories(self.run / "rollouts")]:
             with contextlib.suppress(OSError):
-                found.append(f"{path.name}:{path.stat().st_size}:{path.stat().st_mtime_ns}")
-        return "|".join(found)
+                stamps.append(f"{path.name}:{path.stat().st_size}:{path.stat().st_mtime_ns}")
+        return "|".join(stamps)
 
     def report(self) -> str:
         """The report page, rendered again when the run has changed."""
@@ -117,9 +117,9 @@ class RunServer(ThreadingHTTPServer):
             return self._report[1]
 
     def query(self, index: RolloutIndex, filters: RolloutFilters) -> QueryResult:
-        """The groups that pass. The last answers are kept, since a list is read page by page.
+        """The groups that pass the filters. The last answers are cached, since a list is read page by page.
 
-        Equal queries wait for the first of them; other queries do not wait.
+        A query that is already being answered is waited for; other queries do not wait.
         """
         key = (index.fingerprint, filters)
         with self._query_lock:
@@ -174,15 +174,15 @@ class RequestHandler(BaseHTTPRequestHandler):
         """Check host and token, and answer."""
         self.server.unread.pop(self.connection, None)
         address = urlsplit(self.path)
-        given, slash, rest = address.path.removeprefix("/").partition("/")
+        token, slash, rest = address.path.removeprefix("/").partition("/")
         if _host_name(self.headers.get("Host", "")) not in OWN_NAMES:
             self._send(
                 HTTPStatus.FORBIDDEN, "text/plain", "this server answers only requests to 127.0.0.1 or localhost\n"
             )
-        elif not hmac.compare_digest(given.encode(errors="replace"), self.server.token.encode()):
+        elif not hmac.compare_digest(token.encode(errors="replace"), self.server.token.encode()):
             self._send(HTTPStatus.FORBIDDEN, "text/plain", "use the whole address that `stalewise serve` printed\n")
         elif not slash:
-            self._send(HTTPStatus.FOUND, "text/plain", "", {"Location": quote(f"/{given}/")})
+            self._send(HTTPStatus.FOUND, "text/plain", "", {"Location": quote(f"/{token}/")})
         else:
             self._answer(rest, dict(parse_qsl(address.query, keep_blank_values=True)))
 
@@ -253,7 +253,7 @@ def _overview(server: RunServer, parameters: dict[str, str]) -> dict[str, Any]:
         "batches": batches,
         "parts": index.parts,
         "problems": index.problems,
-        "making": index.generating,
+        "generating": index.generating,
         "has_tokenizer": server.decoder.has_tokenizer,
         "fingerprint": index.fingerprint,
     }
@@ -263,14 +263,14 @@ def _groups(server: RunServer, parameters: dict[str, str]) -> dict[str, Any]:
     offset, limit = (_integer(parameters, name, default) for name, default in (("offset", 0), ("limit", 100)))
     filters = parse_filters({key: value for key, value in parameters.items() if key not in ("offset", "limit")})
     index = server.indexes.index()
-    found = server.query(index, filters)
+    result = server.query(index, filters)
     return {
-        "groups": len(found.groups),
-        "rollouts": found.rollouts,
+        "groups": len(result.groups),
+        "rollouts": result.rollouts,
         "fingerprint": index.fingerprint,
-        "problems": found.problems,
+        "problems": result.problems,
         "offset": offset,
-        "rows": found.page(offset, limit),
+        "rows": result.page(offset, limit),
     }
 
 
@@ -296,7 +296,7 @@ def _integer(parameters: Mapping[str, str], name: str, default: int | None = Non
 
 
 ROUTES: dict[str, Callable[[RunServer, dict[str, str]], dict[str, Any]]] = {
-    "api/state": lambda server, _: {"state": server.state(), "standing": server.status.text()},
+    "api/state": lambda server, _: {"state": server.state(), "status": server.status.text()},
     "api/overview": _overview,
     "api/groups": _groups,
     "api/group": _group,

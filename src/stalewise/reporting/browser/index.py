@@ -32,7 +32,7 @@ CACHE = "rollouts.index.arrow"
 FORMAT = "stalewise.index/4"
 _SEAL = 32  # bytes of the SHA-256 before the table
 REFRESH_S = 2.0  # a run directory is checked at most this often
-CHECKED_BYTES = 2**28  # of shards hashed while the index is built; others are hashed when they are opened
+CHECKED_BYTES = 2**28  # shards hashed while the index is built; others are hashed when they are opened
 PART = "part:"
 SHARD_COLUMNS = ["rollout_id", "prompt_id", "group", "reward", "reward_parts", "reward_error", "finish_reason"]
 SHARD_COLUMNS += ["response_length", "version_first"]
@@ -67,7 +67,7 @@ class RolloutIndex:
     problems: list[str]  # what could not be read
     generating: list[str]  # batches that are not committed
     order: Column  # rows, group by group
-    starts: Column  # of each group in `order`
+    starts: Column  # where each group begins in `order`
     _columns: dict[str, Column] = field(default_factory=dict, compare=False, repr=False)
 
     def column(self, name: str) -> Column:
@@ -193,7 +193,7 @@ def _with_rewards(batch: BatchLocation, columns: dict[str, pa.Array], problems: 
 
 
 def _updated_ids(batch: BatchLocation) -> Column | None:
-    """The rollouts of a kept batch whose updates were rolled back; None where the whole batch is listed."""
+    """Ids of rollouts in a kept batch whose updates were rolled back; None if the whole batch is listed."""
     if not (batch.rollback and batch.is_kept):
         return None
     ids = [np.empty(0, np.int64)]
@@ -232,7 +232,7 @@ def _concatenate(tables: list[dict[str, pa.Array]]) -> pa.Table:
 def _update_columns(
     batches: list[BatchLocation], shards: list[ShardRows], table: pa.Table, problems: list[str]
 ) -> dict[str, Column]:
-    """For each rollout the update that consumed it (−1: none yet), its age, and what the token log has of it."""
+    """For each rollout the update that consumed it (−1: none yet), its age, and its values in the token log."""
     rows = table.num_rows
     update, age = np.full(rows, -1, dtype=np.int32), np.full(rows, -1, dtype=np.int32)
     rollout_id = table.column("rollout_id").to_numpy()
@@ -254,14 +254,14 @@ def _update_columns(
                     update[here[start:stop]], age[here[start:stop]] = entry.update, entry.age
         except StalewiseError as error:
             problems.append(str(error))
-        found: list[pa.Table] = []
+        logs: list[pa.Table] = []
         for path in token_files(tokens):
             try:
-                found.append(read_light(path))
+                logs.append(read_light(path))
             except StalewiseError as error:
                 problems.append(str(error))
-        if found:
-            _fill(logged, pa.concat_tables(found), np.concatenate(list(rows_of.values())), update, rollout_id)
+        if logs:
+            _fill(logged, pa.concat_tables(logs), np.concatenate(list(rows_of.values())), update, rollout_id)
     return {"update": update, "age": age, **logged}
 
 

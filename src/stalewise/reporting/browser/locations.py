@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from stalewise.errors import StalewiseError, StoreError
 from stalewise.reporting.inspection import numbered_batches, rewards_used
 from stalewise.store import ShardManifest, batch_directories, ledger_path, parse_batch_name, read_ledger, shard_path
 from stalewise.store import token_log_directory as tokens_of_run
-from stalewise.store.atomic import sha256_file
+from stalewise.store.atomic import cached_sha256
 from stalewise.store.manifest import BATCH_MANIFEST
 from stalewise.store.reward_versions import FIRST
 
@@ -56,7 +55,7 @@ def find_batches(run: Path) -> list[BatchLocation]:
 
 
 def _rolled_back(run: Path, kept: list[BatchLocation]) -> Iterator[BatchLocation]:
-    """Batches that were rolled back; where only updates were, the kept batches of those updates."""
+    """Batches that were rolled back; if only updates were rolled back, the kept batches of these updates."""
     for rollback in sorted((run / "rollbacks").glob("r[0-9]*")):
         ledger, tokens, name = rollback / "updates.jsonl", rollback / "tokens", rollback.name
         removed = {parse_batch_name(path).generation_batch: path for path in batch_directories(rollback / "rollouts")}
@@ -64,7 +63,7 @@ def _rolled_back(run: Path, kept: list[BatchLocation]) -> Iterator[BatchLocation
             yield BatchLocation(f"{name}:{path.name}", path, number, name, ledger, tokens, is_kept=False)
         try:
             updated = {entry.generation_batch for entry in read_ledger(ledger)}
-        except StalewiseError:  # it may be any; the index reports the damage
+        except StalewiseError:  # any batch may have been updated; the index reports the damage
             updated = {batch.generation_batch for batch in kept}
         for batch in kept:
             if batch.generation_batch in updated - removed.keys():
@@ -72,26 +71,19 @@ def _rolled_back(run: Path, kept: list[BatchLocation]) -> Iterator[BatchLocation
 
 
 def check_shard(batch: BatchLocation, shard: ShardManifest) -> None:
-    """Raise a StoreError if a shard differs from its manifest. Each state of a file is hashed once."""
+    """Raise a StoreError if a shard differs from its manifest. A file is hashed again only if it has changed."""
     path = shard_path(batch.directory, shard.index)
     try:
-        stat = path.stat()
-        is_whole = stat.st_size == shard.bytes and _sha256(path, stat.st_size, stat.st_mtime_ns) == shard.sha256
+        is_whole = path.stat().st_size == shard.bytes and cached_sha256(path) == shard.sha256
     except OSError as error:
         raise StoreError(f"{path} is damaged: {error}") from error
     if not is_whole:
         raise StoreError(f"{path} is damaged: its content differs from its manifest")
 
 
-@lru_cache(maxsize=65536)
-def _sha256(path: Path, size: int, mtime_ns: int) -> str:
-    """Size and time are arguments so that a changed file is hashed again."""
-    return sha256_file(path)
-
-
 @contextlib.contextmanager
 def _open(batch: BatchLocation, shard: ShardManifest) -> Iterator[pq.ParquetFile]:
-    """The file of a shard; what goes wrong while reading it is a StoreError."""
+    """Open the file of a shard; errors while reading it are StoreErrors."""
     path = shard_path(batch.directory, shard.index)
     try:
         if (size := path.stat().st_size) != shard.bytes:

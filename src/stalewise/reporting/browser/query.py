@@ -11,13 +11,12 @@ import numpy as np
 import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from stalewise.errors import ConfigError, StalewiseError
+from stalewise.errors import ConfigError, StalewiseError, visible
 from stalewise.reporting.browser.index import PART, Column, RolloutIndex
 from stalewise.reporting.browser.locations import read_shard
-from stalewise.reporting.inspection import visible
 
-SEARCH_S = 20.0  # for a search in texts
-MOST_GROUPS = 500  # in one answer
+SEARCH_S = 20.0  # time limit of a text search
+MOST_GROUPS = 500  # groups in one answer
 LONGEST_NAME = 120  # characters of a prompt id in a list
 
 
@@ -64,7 +63,7 @@ class QueryResult:
         self.index = index
         self.problems: list[str] = []
         self.rows = self._matching(filters)  # bool, one per rollout
-        self.counts = self._reduce(np.add, self.rows[index.order])  # of matching rollouts, one per group
+        self.counts = self._reduce(np.add, self.rows[index.order])  # number of matching rollouts, one per group
         groups = np.flatnonzero(self.counts)
         self.groups = groups[self._sorted(groups, filters)]
 

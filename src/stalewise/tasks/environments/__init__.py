@@ -1,8 +1,7 @@
-"""Environments: what answers a policy between its turns. The protocol, and construction by name.
+"""Environments answer a policy between its turns. The protocol, and construction by name.
 
-An environment object plays one episode at a time. It gets the prompt of its row, then each turn that the policy ended,
-as text. Its answers are messages: `{"role": …, "content": …}`. Everything it says is from outside: read by the policy,
-never trained on.
+An environment object plays one episode at a time. It gets the prompt of its row, then each complete turn of the policy,
+as text. Its answers are messages: `{"role": …, "content": …}`. The policy reads them and is never trained on them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ ENVIRONMENTS = {
 
 
 class ChatMessage(TypedDict):
-    """One message, as chat templates have them. Without a chat template the contents are put together."""
+    """One message of a chat template. Without a chat template the contents are concatenated."""
 
     role: str
     content: str
@@ -34,7 +33,7 @@ class ChatMessage(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """What there was of an episode when it ended: the policy's turns, what was said between them, and why it ended."""
+    """An episode: the policy's turns, the answers between them, and why it ended."""
 
     prompt: Prompt
     turns: tuple[str, ...]
@@ -43,7 +42,7 @@ class Episode:
 
 
 class Environment(Protocol):
-    """One episode at a time. The same row and the same turns must give the same answers: an episode may be replayed."""
+    """Plays one episode at a time. Equal rows and turns must give equal answers, since an episode may be replayed."""
 
     def reset(self, row: Prompt) -> Sequence[ChatMessage]:
         """Begin an episode; the messages that the policy sees first. They must depend on the row alone."""
@@ -80,12 +79,13 @@ def environment_factory(name: str) -> str:
 
 
 def make_environments(name: str, options: Mapping[str, Any] | None = None, *, verifier: Verifier | None = None) -> Any:
-    """The pool that plays episodes of a task in the environment `name`; options of the pool and of the environment.
+    """The pool that plays episodes of a task in the environment `name`.
 
-    `workers`, `limit_s` and `max_turns` are of the pool.
+    The options `workers`, `limit_s` and `max_turns` are for the pool, all others for the environment.
     """
     from stalewise.tasks.environments.play import EnvironmentPool
 
-    given = dict(options or {})
-    own = {key: given.pop(key) for key in ("workers", "limit_s", "max_turns") if key in given}
-    return EnvironmentPool(environment_factory(name), given, verifier=verifier, **own)
+    environment_options = dict(options or {})
+    pool_names = ("workers", "limit_s", "max_turns")
+    pool_options = {key: environment_options.pop(key) for key in pool_names if key in environment_options}
+    return EnvironmentPool(environment_factory(name), environment_options, verifier=verifier, **pool_options)

@@ -1,4 +1,4 @@
-"""Built-in environments: calculator, Python tool, sums that go on from the policy's answers, and second tries."""
+"""Built-in environments: calculator, Python tool, running sums that continue the policy's answers, and retries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stalewise.errors import TaskError
-from stalewise.tasks.base import load, stream
+from stalewise.tasks.base import stream
 from stalewise.tasks.environments import ChatMessage, Episode, first_messages
 from stalewise.tasks.environments.play import TaskScore
 from stalewise.types import Prompt
@@ -37,7 +37,7 @@ _PROGRAM = re.compile(r"```python\s*\n(.*?)```", re.DOTALL)
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression, or what is wrong with it.
+    """The value of an arithmetic expression, or an error message.
 
     >>> calculate("12*(3+4)"), calculate("7/2"), calculate("1/0"), calculate("import os")
     ('84', '3.5', 'error: division by zero', 'error: not an expression of numbers and + - * / // %')
@@ -66,7 +66,7 @@ def _value(node: ast.expr) -> Any:
 
 
 class _Tool(ABC):
-    """A turn that calls is answered; one without a call is the answer, which the task's verifier scores."""
+    """Answers turns that call the tool. A turn without a call is the final answer, which the task's verifier scores."""
 
     name = "tool"
     instructions = ""
@@ -86,7 +86,7 @@ class _Tool(ABC):
 
     @abstractmethod
     def call(self, response: str) -> str | None:
-        """What the tool answers; None if the turn is not a call."""
+        """The tool's answer; None if the turn is not a call."""
 
     def step(self, response: str) -> list[ChatMessage] | None:
         """Answer a call."""
@@ -98,7 +98,7 @@ class _Tool(ABC):
         return [{"role": self.role, "content": answer}]
 
     def score(self, episode: Episode) -> TaskScore:
-        """That of the last turn, with the number of calls as a part."""
+        """The verifier's score of the last turn, with the numbers of calls and errors as parts."""
         return TaskScore({"calls": float(self.calls), "call_errors": float(self.errors)})
 
 
@@ -120,8 +120,8 @@ class Calculator(_Tool):
     def call(self, response: str) -> str | None:
         """The value of the last expression."""
         if self.is_chat:
-            found = _CALL.findall(response)
-            return calculate(found[-1]) if found else None
+            expressions = _CALL.findall(response)
+            return calculate(expressions[-1]) if expressions else None
         text = response.strip()
         if not text.endswith("="):
             return None
@@ -147,17 +147,20 @@ class PythonTool(_Tool):
         unsafe_without_sandbox: bool = False,
     ) -> None:
         super().__init__(role, instructions)
-        self._run, limits = load("stalewise.tasks.sandbox:run_python"), load("stalewise.tasks.sandbox:Limits")
-        load("stalewise.tasks.sandbox:isolation")(unsafe_without_sandbox=unsafe_without_sandbox)  # or it says why not
-        self._limits, self._most = limits(seconds=seconds, memory_mb=memory_mb), most_characters
+        from stalewise.tasks.sandbox import Limits, isolation, run_python  # here: other environments need no sandbox
+
+        isolation(unsafe_without_sandbox=unsafe_without_sandbox)  # raises if there is none
+        self._run = run_python
+        self._limits = Limits(seconds=seconds, memory_mb=memory_mb)
+        self._most = most_characters
         self._unsafe = unsafe_without_sandbox
 
     def call(self, response: str) -> str | None:
-        """What the last program prints, or the last line of its error."""
-        found = _PROGRAM.findall(response)
-        if not found:
+        """The output of the last program, or the last line of its error."""
+        programs = _PROGRAM.findall(response)
+        if not programs:
             return None
-        result = self._run(found[-1], limits=self._limits, unsafe_without_sandbox=self._unsafe)
+        result = self._run(programs[-1], limits=self._limits, unsafe_without_sandbox=self._unsafe)
         if result.status == "ok":
             printed = result.stdout.strip() or "(nothing was printed)"
         else:
@@ -167,11 +170,11 @@ class PythonTool(_Tool):
 
 
 class RunningSums:
-    """A game of numbers for a policy with one token per character: sums that go on from its own answers.
+    """A number game for a policy with one token per character: each sum continues the policy's last answer.
 
-    The prompt is a sum, "12+34=". After each answer comes another sum that begins with what the policy said: "46" is
-    followed by "56+21=" (10 more, within 10..99). The reward is the share of right sums of `rounds`; an answer that is
-    no number ends the game.
+    The prompt is a sum, "12+34=". After each answer comes another sum that begins with that answer plus 10, within
+    10..99: "46" is followed by "56+21=". The reward is the share of right sums among `rounds`. An answer that is no
+    number ends the game.
     """
 
     local = True
@@ -207,10 +210,10 @@ class RunningSums:
 
 
 class Retry:
-    """Second tries for any task with answers: a wrong answer is said to be wrong, and the policy may answer again.
+    """Retries for any task with answers: after a wrong answer the policy is told so, and may answer again.
 
-    `verifier` names one of the verifiers, with `verifier_options`; or reasoning-gym scores, for prompts of the task gym
-    with its `dataset` and `parameters`. The reward of an answer in turn n is `discount`ⁿ⁻¹ of its score.
+    Answers are scored by the verifier `verifier` with `verifier_options`; or by reasoning-gym, for prompts of the task
+    gym with its `dataset` and `parameters`. The reward of an answer in turn n is its score times `discount`ⁿ⁻¹.
     """
 
     def __init__(
@@ -250,19 +253,23 @@ class Retry:
         return {"reward": self.value, "first": self.first, "turns": float(self.turns)}
 
 
-_JUDGES: dict[str, Any] = {}  # of this process: making one takes seconds
+_JUDGES: dict[str, Any] = {}  # a cache for this process, since making a judge takes seconds
 
 
 def _judge(dataset: str, parameters: dict[str, Any]) -> Any:
     key = f"{dataset} {sorted(parameters.items())}"
     if key not in _JUDGES:
-        _JUDGES[key] = load("stalewise.tasks.gym:load_judge")(dataset=dataset, parameters=parameters)
+        from stalewise.tasks.gym import load_judge
+
+        _JUDGES[key] = load_judge(dataset=dataset, parameters=parameters)
     return _JUDGES[key]
 
 
 def _verifier(name: str, options: dict[str, Any]) -> Any:
     key = f"verifier {name} {sorted(options.items())}"
     if key not in _JUDGES:
-        verifier = load("stalewise.tasks.verifiers:make_verifier")(name, **options)
+        from stalewise.tasks.verifiers import make_verifier
+
+        verifier = make_verifier(name, **options)
         _JUDGES[key] = lambda row, response: verifier.score([row], [response])[0]
     return _JUDGES[key]

@@ -33,7 +33,7 @@ from stalewise.tasks.verifiers.judge_process import (
 from stalewise.tasks.verifiers.pool import START_LIMIT_S, Confinement, JudgeWorker, end_workers, prompt_record
 from stalewise.types import FinishReason, Prompt, Reward
 
-LIVE = 4096  # environments that a process keeps; older ones are replayed when they are asked again
+LIVE = 4096  # environments that a process keeps; dropped ones are replayed when they are called again
 LONGEST_ANSWER = 1 << 20  # characters
 
 
@@ -46,16 +46,16 @@ class TaskScore:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What an environment is asked: to answer the last of these turns, or to score an episode that has ended."""
+    """A request to an environment: answer the last turn of the episode, or score an episode that has ended."""
 
     key: int
     episode: Episode
-    is_over: bool = False  # the policy cannot go on: score what is there
+    is_over: bool = False  # the policy cannot go on: score the episode as it is
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Its answer: messages, or the end of the episode with a reward."""
+    """The result of a `Call`: messages, or the end of the episode with a reward."""
 
     key: int
     messages: tuple[ChatMessage, ...] = ()
@@ -63,7 +63,7 @@ class Outcome:
     seconds: float = 0.0
 
 
-Heard = tuple[str, tuple[str, ...]]  # what an environment's state follows from: its row, and the turns that it answered
+Heard = tuple[str, tuple[str, ...]]  # the row and the answered turns, which determine the state of an environment
 
 
 def _heard(episode: Episode, turns: int) -> Heard:
@@ -82,7 +82,7 @@ class EnvironmentHost:
         return checked_messages(self._make(**self._options).reset(row), "reset")
 
     def answer(self, call: Call) -> Outcome:
-        """Play on; whatever goes wrong is the error of this episode."""
+        """Continue an episode; whatever goes wrong is the error of this episode."""
         start = time.perf_counter()
         try:
             outcome = self._answer(call)
@@ -93,8 +93,8 @@ class EnvironmentHost:
 
     def _answer(self, call: Call) -> Outcome:
         episode = call.episode
-        seen = len(episode.turns) if call.is_over and len(episode.answers) == len(episode.turns) else None
-        environment = self._caught_up(call.key, episode, len(episode.turns) - 1 if seen is None else seen)
+        is_answered = call.is_over and len(episode.answers) == len(episode.turns)  # the last turn, too
+        environment = self._caught_up(call.key, episode, len(episode.turns) - (0 if is_answered else 1))
         if not call.is_over:
             answer = environment.step(episode.turns[-1])
             if answer is not None:
@@ -106,9 +106,10 @@ class EnvironmentHost:
         return Outcome(call.key, score=score if isinstance(score, TaskScore) else reward_of(score))
 
     def _caught_up(self, key: int, episode: Episode, turns: int) -> Environment:
-        """The environment of an episode after so many turns: as it was left, or replayed.
+        """The environment of an episode after this number of turns: kept from before, or replayed.
 
-        Later episodes use a key again. What an earlier one left here, because it went on elsewhere, is not theirs.
+        Later episodes reuse a key. An environment that an earlier episode left here, since it continued in another
+        worker, is not used for them.
         """
         environment, heard = self._live.pop(key, (None, None))
         if environment is None or heard != _heard(episode, turns):
@@ -116,8 +117,8 @@ class EnvironmentHost:
             checked_messages(environment.reset(episode.prompt), "reset")
             for number in range(turns):
                 again = environment.step(episode.turns[number])
-                said = episode.answers[number] if number < len(episode.answers) else None
-                if said is not None and (again is None or checked_messages(again, "step") != said):
+                recorded = episode.answers[number] if number < len(episode.answers) else None
+                if recorded is not None and (again is None or checked_messages(again, "step") != recorded):
                     raise RuntimeError("the environment answered the same turns differently when it was replayed")
         return environment
 
@@ -131,16 +132,20 @@ def checked_messages(given: object, method: str) -> tuple[ChatMessage, ...]:
     """Messages as plain records; a TypeError says what was returned instead."""
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
         raise TypeError(f"{method} returned {type(given).__name__}: expected a list of messages, or None for the end")
-    found: list[ChatMessage] = []
-    for one in given:
-        if not isinstance(one, Mapping) or not all(isinstance(one.get(key), str) for key in ("role", "content")):
-            raise TypeError(f"{method} returned {one!r:.80}: a message has a role and a content, both text")
-        if len(one["content"]) > LONGEST_ANSWER:
-            raise ValueError(f"{method} returned {len(one['content'])} characters: at most {LONGEST_ANSWER} are kept")
-        found.append({"role": one["role"], "content": one["content"]})
-    if not found:
+    messages: list[ChatMessage] = []
+    for message in given:
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            raise TypeError(f"{method} returned {message!r:.80}: a message has a role and a content, both text")
+        if len(message["content"]) > LONGEST_ANSWER:
+            raise ValueError(
+                f"{method} returned {len(message['content'])} characters: at most {LONGEST_ANSWER} are kept"
+            )
+        messages.append({"role": message["role"], "content": message["content"]})
+    if not messages:
         raise ValueError(f"{method} returned no messages: return None to end an episode")
-    return tuple(found)
+    return tuple(messages)
 
 
 def main(descriptor: int) -> None:
@@ -148,19 +153,19 @@ def main(descriptor: int) -> None:
 
     def make(factory: str, options: Mapping[str, Any]) -> Answer:
         host = EnvironmentHost(factory, options)
-        with contextlib.suppress(Exception):  # what raises now and then costs its episode
-            load(factory)(**options)  # what the first one imports or loads takes no time of an answer
-        return lambda asked: (
-            outcome_record(host.answer(call_of_record(asked["call"])))
-            if "call" in asked
-            else _first_record(host, Prompt(**asked["row"]))
+        with contextlib.suppress(Exception):  # an error that also occurs later costs its own episode
+            load(factory)(**options)  # so that imports and loading do not count against the limit of an answer
+        return lambda request: (
+            outcome_record(host.answer(call_of_record(request["call"])))
+            if "call" in request
+            else _first_record(host, Prompt(**request["row"]))
         )
 
-    serve(descriptor, make, lambda asked: 2 + (len(asked["call"]["episode"]["turns"]) if "call" in asked else 1))
+    serve(descriptor, make, lambda request: 2 + (len(request["call"]["episode"]["turns"]) if "call" in request else 1))
 
 
 def _first_record(host: EnvironmentHost, row: Prompt) -> dict[str, Any]:
-    """The first messages of a row, or why there are none."""
+    """The first messages of a row, or the error, as a record."""
     messages = _begin(host, row)
     return {"error": messages} if isinstance(messages, str) else {"messages": list(messages)}
 
@@ -173,21 +178,21 @@ def _begin(host: EnvironmentHost, row: Prompt) -> tuple[ChatMessage, ...] | str:
 
 
 def call_record(call: Call) -> dict[str, Any]:
-    """A call as JSON has it."""
+    """A call as a JSON record."""
     episode = asdict(call.episode) | {"prompt": prompt_record(call.episode.prompt)}
     return {"key": call.key, "episode": episode, "is_over": call.is_over}
 
 
 def call_of_record(record: Mapping[str, Any]) -> Call:
-    """The call in what the parent sent."""
-    given = dict(record["episode"])
-    given |= {"prompt": Prompt(**given["prompt"]), "turns": tuple(given["turns"])}
-    given["answers"] = tuple(tuple(messages) for messages in given["answers"])
-    return Call(record["key"], Episode(**given), record["is_over"])
+    """The call in a record that the parent sent."""
+    episode = dict(record["episode"])
+    episode |= {"prompt": Prompt(**episode["prompt"]), "turns": tuple(episode["turns"])}
+    episode["answers"] = tuple(tuple(messages) for messages in episode["answers"])
+    return Call(record["key"], Episode(**episode), record["is_over"])
 
 
 def outcome_record(outcome: Outcome) -> dict[str, Any]:
-    """An outcome as JSON has it."""
+    """An outcome as a JSON record."""
     record: dict[str, Any] = {"messages": list(outcome.messages), "seconds": outcome.seconds}
     if isinstance(outcome.score, TaskScore):
         record["task_score"] = {str(name): float(value) for name, value in outcome.score.parts.items()}
@@ -197,7 +202,7 @@ def outcome_record(outcome: Outcome) -> dict[str, Any]:
 
 
 def outcome_of_record(key: int, record: Mapping[str, Any]) -> Outcome:
-    """The outcome in a worker's answer, which is checked: an environment may write to the socket itself."""
+    """The outcome in a worker's answer. It is checked, since an environment may write to the socket itself."""
     try:
         seconds = float(record["seconds"])
         if "task_score" in record:
@@ -211,7 +216,7 @@ def outcome_of_record(key: int, record: Mapping[str, Any]) -> Outcome:
 
 
 class EnvironmentPool:
-    """The environments of a task. `submit` calls, then `collect` outcomes as they are there, in any order.
+    """The environments of a task. `submit` takes calls; `collect` returns outcomes as they arrive, in any order.
 
     Each answer may take `limit_s` seconds. An episode has at most `max_turns` turns of the policy.
     """
@@ -236,29 +241,29 @@ class EnvironmentPool:
         self.factory, self.options = factory, dict(options or {})
         try:
             made = load(factory)
-            made(**self.options)  # at once: a wrong option, or a package that is missing, is no matter of one episode
+            made(**self.options)  # now: a wrong option or a missing package must not be the error of an episode
         except (TaskError, ImportError, AttributeError, TypeError, ValueError) as error:
             text = str(error) if isinstance(error, TaskError) else describe(error)
             raise TaskError(f"the environment {factory} cannot be made: {text}") from error
         self._host = EnvironmentHost(factory, self.options) if getattr(made, "local", False) else None
         self._waiting: deque[Call] = deque()
-        self._calls: dict[int, Call] = {}  # by key: those that workers have
+        self._calls: dict[int, Call] = {}  # by key: calls that a worker is answering
         self._done: list[Outcome] = []
         self._running: list[JudgeWorker] = []
-        self._last_of: dict[int, JudgeWorker] = {}  # by key: where its environment is
+        self._last_of: dict[int, JudgeWorker] = {}  # by key: the worker that has the environment
         self._lock, self._owner = threading.Lock(), os.getpid()
         self._finalizer = weakref.finalize(self, end_workers, self._running, self._owner)
 
     def first(self, rows: Sequence[Prompt]) -> list[tuple[ChatMessage, ...]]:
         """The first messages of each row; a TaskError where an environment cannot begin."""
-        found = [_begin(self._host, row) if self._host else self._begin(row) for row in rows]
-        for row, messages in zip(rows, found, strict=True):
+        begun = [_begin(self._host, row) if self._host else self._begin(row) for row in rows]
+        for row, messages in zip(rows, begun, strict=True):
             if isinstance(messages, str):
                 raise TaskError(f"the environment {self.factory} cannot begin prompt {row.prompt_id}: {messages}")
-        return [messages for messages in found if not isinstance(messages, str)]
+        return [messages for messages in begun if not isinstance(messages, str)]
 
     def submit(self, call: Call) -> None:
-        """Ask for an answer or a score."""
+        """Request an answer or a score."""
         if self._host is not None:
             self._done.append(self._host.answer(call))
         else:
@@ -267,11 +272,11 @@ class EnvironmentPool:
 
     @property
     def pending(self) -> int:
-        """Calls whose outcome was not collected."""
+        """Number of calls whose outcome was not collected yet."""
         return len(self._done) + len(self._waiting) + len(self._calls)
 
     def collect(self, *, block: bool) -> list[Outcome]:
-        """Outcomes that are there; with `block` at least one, if any is pending."""
+        """Outcomes that have arrived; with `block` it waits for at least one, if any call is pending."""
         while True:
             self._start_work()
             self._receive(block=block and not self._done)
@@ -288,8 +293,8 @@ class EnvironmentPool:
         end_workers(self._running, self._owner)
 
     def _begin(self, row: Prompt) -> tuple[ChatMessage, ...] | str:
-        """In a worker that is idle, or in a new one."""
-        worker = next((one for one in self._running if one.ready and one.item is None), None)
+        """The first messages of a row, from an idle worker or a new one; or an error."""
+        worker = next((candidate for candidate in self._running if candidate.ready and candidate.item is None), None)
         if worker is None:
             worker = self._new_worker()
             self._wait_ready(worker)
@@ -332,7 +337,7 @@ class EnvironmentPool:
         return worker
 
     def _start_work(self) -> None:
-        """Give waiting calls to idle workers: to the one that has the environment, if it is idle."""
+        """Give waiting calls to idle workers; a worker first gets calls of environments that it has."""
         idle = [worker for worker in self._running if worker.ready and worker.item is None]
         starting = sum(not worker.ready for worker in self._running)
         for _ in range(min(len(self._waiting) - len(idle) - starting, self.workers - len(self._running))):
@@ -370,7 +375,7 @@ class EnvironmentPool:
         except (EOFError, OSError):
             self._give_up(worker, "worker died")
             return
-        if answer is None:  # not whole yet
+        if answer is None:  # it has not fully arrived
             return
         if not worker.ready:
             if answer.get("error"):
@@ -387,7 +392,7 @@ class EnvironmentPool:
             self._last_of.pop(key, None)
 
     def _give_up(self, worker: JudgeWorker, what: str) -> None:
-        """The call of this worker has failed; its other episodes are replayed elsewhere."""
+        """Record the failure of this worker's call; its other episodes are replayed in other workers."""
         key, was_ready = worker.item, worker.ready
         end = self._drop(worker)
         if not was_ready:
@@ -400,5 +405,5 @@ class EnvironmentPool:
 
     def _drop(self, worker: JudgeWorker) -> str:
         self._running.remove(worker)
-        self._last_of = {key: one for key, one in self._last_of.items() if one is not worker}
+        self._last_of = {key: holder for key, holder in self._last_of.items() if holder is not worker}
         return worker.end(0.0)

@@ -1,7 +1,7 @@
 """Environments of the package `verifiers` (0.1.9 to 0.3): their data as a task, their turns as an environment.
 
 The environment's own `rollout` runs, with its set-up, stop conditions and rubric. Where it would ask a server for the
-next message, it waits for the policy's turn.
+next message, it waits for the policy's turn instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _playing: contextvars.ContextVar[PrimeEnvironment | None] = contextvars.ContextV
 
 @lru_cache(maxsize=8)
 def load_prime(name: str, arguments: str) -> Any:
-    """The environment of that name with these arguments (JSON), made to wait for turns; once per process."""
+    """The environment with this name and arguments (JSON), patched to wait for turns; cached in this process."""
     need("verifiers", "verifiers", "an environment of verifiers")
     import verifiers as vf  # pyright: ignore[reportMissingImports]
 
@@ -68,25 +68,25 @@ class PrimeEnvironment:
         self._seen = 0  # messages
 
     def __del__(self) -> None:
-        """Forget an episode that was left before its end; asyncio would warn of it."""
+        """Drop an unfinished episode without asyncio's warning about it."""
         if (rollout := getattr(self, "_rollout", None)) is not None:
             setattr(rollout, "_log_destroy_pending", False)  # noqa: B010
             self._loop.close()
 
     async def wait_for_turn(self, prompt: Any) -> Any:
-        """What the environment awaits instead of a server's answer."""
+        """Called by the environment instead of a server: pass on its messages, and wait for the policy's turn."""
         self._turn = self._loop.create_future()
         self._asked.set_result([_plain(message) for message in prompt])
         return await self._turn
 
     def reset(self, row: Prompt) -> list[ChatMessage]:
-        """Begin; what the environment shows first."""
+        """Begin an episode; the environment's first messages."""
         from verifiers.clients import Client  # pyright: ignore[reportMissingImports]
 
-        given = json.loads(row.metadata["row"])
+        fields = json.loads(row.metadata["row"])
         context = contextvars.copy_context()
         context.run(_playing.set, self)
-        rollout = self._environment.rollout(given, object.__new__(_client(Client)), "policy", {})
+        rollout = self._environment.rollout(fields, object.__new__(_client(Client)), "policy", {})
         self._rollout = self._loop.create_task(rollout, context=context)
         messages = self._until_asked()
         if messages is None:
@@ -100,7 +100,7 @@ class PrimeEnvironment:
         both = [self._rollout, self._asked]
         self._loop.run_until_complete(asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED))
         if not self._asked.done():
-            self._rollout.result()  # raises what it raised
+            self._rollout.result()  # raises the environment's exception, if any
             return None
         messages, self._asked = self._asked.result(), self._loop.create_future()
         return messages
@@ -109,8 +109,8 @@ class PrimeEnvironment:
         """Give the policy's turn to the environment."""
         from verifiers.types import Response, ResponseMessage  # pyright: ignore[reportMissingImports]
 
-        said = ResponseMessage(role="assistant", content=response, finish_reason="stop", is_truncated=False)
-        self._turn.set_result(Response(id="turn", created=int(time.time()), model="policy", message=said))
+        message = ResponseMessage(role="assistant", content=response, finish_reason="stop", is_truncated=False)
+        self._turn.set_result(Response(id="turn", created=int(time.time()), model="policy", message=message))
         messages = self._until_asked()
         if messages is None:
             return None
@@ -120,7 +120,7 @@ class PrimeEnvironment:
     def score(self, episode: Episode) -> dict[str, float]:
         """The rubric's reward, with its metrics as parts."""
         assert self._rollout is not None
-        if not self._rollout.done():  # cut: it is scored as it stands
+        if not self._rollout.done():  # the token or turn limit cut the episode
             self._rollout.cancel()
             raise RuntimeError("the episode was cut before the environment ended it, so its rubric cannot score it")
         state = self._rollout.result()
@@ -135,7 +135,7 @@ class PrimeEnvironment:
 
 @lru_cache(maxsize=1)
 def _client(base: type) -> type:
-    """A client that is never asked; its class has no abstract methods left."""
+    """A client class without abstract methods; its instances are never called."""
     return type("NoClient", (base,), dict.fromkeys(getattr(base, "__abstractmethods__", ())))
 
 
@@ -156,14 +156,15 @@ class PrimeTask:
         self._evaluation = self._prompts(made.get_eval_dataset(n=rows))
 
     def _prompts(self, dataset: Any) -> list[Prompt]:
-        found: dict[str, Prompt] = {}
+        prompts: dict[str, Prompt] = {}
         for row in dataset:
             messages = [_plain(message) for message in row["prompt"]]
-            plain = {key: value for key, value in row.items() if value is not None}
-            named = content_id(json.dumps(messages), str(row.get("answer", "")))
-            metadata = {**CHAT, "row": json.dumps(plain, default=str)}
-            found[named] = Prompt(f"{self.name}/{named}", messages[-1]["content"], str(row.get("answer", "")), metadata)
-        return list(found.values())
+            fields = {key: value for key, value in row.items() if value is not None}
+            answer = str(row.get("answer", ""))
+            row_id = content_id(json.dumps(messages), answer)
+            metadata = {**CHAT, "row": json.dumps(fields, default=str)}
+            prompts[row_id] = Prompt(f"{self.name}/{row_id}", messages[-1]["content"], answer, metadata)
+        return list(prompts.values())
 
     @property
     def size(self) -> int:

@@ -1,8 +1,8 @@
 """Scores programs: the response's program runs against a row's tests in a sandbox.
 
-Where tests are Python code, they run in one process and the program in another. The tests call its functions over a
-socket, and arguments and results cross as plain data. So a program sees neither the tests nor the process that decides:
-it cannot end early with success, patch what the tests use, or return an object that equals everything.
+Tests that are Python code run in one process and the program in another. The tests call its functions over a socket,
+which transfers arguments and results as plain data. So a program cannot see the tests or the process that judges it: it
+cannot end early with success, patch modules that the tests use, or return an object that equals everything.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CodeVerifier:
     standard input and output (a list of `{"input", "output"}`, or lists `inputs` and `outputs`).
 
     The program is the last fenced block of the response, or all of it. Parts: `passed` is the share of tests passed,
-    `timed_out` 1 if a limit of time ended it, and `parsed` 0 if it is not Python. A program that never ends scores 0.
+    `timed_out` is 1 if it hit a time limit, and `parsed` is 0 if it is not Python. A program that never ends scores 0.
     """
 
     scores_independently = True
@@ -84,8 +84,7 @@ class CodeVerifier:
 
     def _sandbox(self, program: str, **options: Any) -> SandboxResult:
         unsafe = self.unsafe_without_sandbox
-        given = {"limits": self.limits, "packages": self.packages, "unsafe_without_sandbox": unsafe}
-        return run_python(program, **given, **options)
+        return run_python(program, limits=self.limits, packages=self.packages, unsafe_without_sandbox=unsafe, **options)
 
     def _compare_outputs(self, program: str, pairs: list[tuple[str, str]]) -> Reward:
         """Run the program once for each input; white space at the ends of lines and of the output does not count."""
@@ -105,8 +104,8 @@ class CodeVerifier:
         begun = str(row.get("prompt", prompt.metadata.get("problem", prompt.text))) if tests["entry_point"] else ""
         solution = {"program": program, "response": response, "begun": begun, "entry_point": tests["entry_point"]}
         names = {name for name in re.findall(r"^def (\w+)", prompt.answer, re.MULTILINE) if hasattr(builtins, name)}
-        told = {**tests, "own_names": sorted(names)}
-        result = self._sandbox(TESTING, stdin=json.dumps(told), peer=f"{SOLVING}\nserve({json.dumps(solution)!r})\n")
+        testing = {**tests, "own_names": sorted(names)}
+        result = self._sandbox(TESTING, stdin=json.dumps(testing), peer=f"{SOLVING}\nserve({json.dumps(solution)!r})\n")
         if result.timed_out:
             return _reward(0.0, timed_out=True)
         try:
@@ -143,7 +142,8 @@ def input_output_pairs(tests: object) -> list[tuple[str, str]]:
     if isinstance(tests, Mapping) and isinstance(tests.get("inputs"), list) and isinstance(tests.get("outputs"), list):
         if len(tests["inputs"]) != len(tests["outputs"]):
             raise TaskError(f"tests have {len(tests['inputs'])} inputs but {len(tests['outputs'])} outputs")
-        return [(_joined(one), _joined(other)) for one, other in zip(tests["inputs"], tests["outputs"], strict=True)]
+        pairs = zip(tests["inputs"], tests["outputs"], strict=True)
+        return [(_joined(stdin), _joined(stdout)) for stdin, stdout in pairs]
     if isinstance(tests, list) and tests and all(isinstance(test, Mapping) for test in tests):
         if missing := [test for test in tests if not {"input", "output"} <= set(test)]:
             raise TaskError(f"a test has the fields {sorted(missing[0])}, expected input and output")
@@ -156,7 +156,7 @@ def _joined(text: object) -> str:
 
 
 def test_code(row: Mapping[str, Any], tests: object) -> dict[str, Any]:
-    """The tests of a row as statements to run one after another, what comes before them, and the function's name."""
+    """The tests of a row as statements to run in order, the code before them, and the name of the tested function."""
     before = row.get("test_imports", row.get("test_setup_code", ""))
     before = "\n".join(map(str, before)) if isinstance(before, list) else str(before or "")
     entry_point = row.get("entry_point", "")
@@ -179,7 +179,7 @@ test_code.__test__ = False  # type: ignore[attr-defined]  # pytest collects by n
 
 
 def encode(value: Any) -> Any:
-    """Plain data as JSON that keeps its types; of anything else, only whether it is true."""
+    """Plain data as JSON that keeps its types; for any other object, only its truth value."""
     if value is None or isinstance(value, bool | str):
         return value if type(value) in (bool, str, type(None)) else str(value)
     if isinstance(value, int):
@@ -218,7 +218,7 @@ def decode(value: Any) -> Any:
 
 
 def serve(given: str) -> None:
-    """Define what the solution defines, and answer calls of its functions until the tests are done."""
+    """Run the solution, and answer calls of its functions until the tests are done."""
     solution = json.loads(given)
     space: dict[str, Any] = {"__name__": "solution"}
     whole, problem = solution["program"], ""

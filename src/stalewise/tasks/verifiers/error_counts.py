@@ -1,4 +1,4 @@
-"""Counts of the errors while scoring, so that a report shows them instead of hiding them in a mean."""
+"""Counts of scoring errors, so that reports show them instead of hiding them in a mean."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from stalewise.types import Prompt, Reward
 
-LISTED = 20  # prompts and responses of each kind that are listed; all are counted
+LISTED = 20  # examples per kind of error that are listed; all errors are counted
 _EXCERPT = 200
 _PLACE = re.compile(r'^  File "(.+)", line (\d+)', re.MULTILINE)
 
@@ -31,7 +31,7 @@ class ErrorCounts:
     unparsed: int = 0
     unparsed_examples: tuple[tuple[str, str], ...] = ()  # prompt id and response, or the end of it
     traceback: str = ""  # of the first error that has one; not recorded
-    timed_out: int = 0  # programs that a limit of time ended: worth 0
+    timed_out: int = 0  # programs that hit the time limit; they score 0
 
     @property
     def failed(self) -> int:
@@ -98,7 +98,7 @@ class ErrorCounts:
             dict(record.get("verifier_error_examples", {})),
             {kind: tuple(ids) for kind, ids in record.get("verifier_error_prompts", {}).items()},
             record.get("unparsed", 0),
-            tuple((one["prompt_id"], one["response"]) for one in record.get("unparsed_examples", ())),
+            tuple((example["prompt_id"], example["response"]) for example in record.get("unparsed_examples", ())),
             timed_out=record.get("timed_out", 0),
         )
 
@@ -111,7 +111,9 @@ def count_errors(
     rewards: Iterable[Reward], prompts: Sequence[Prompt] = (), responses: Sequence[str] = ()
 ) -> ErrorCounts:
     """Count the errors of a batch by kind; `prompts` and `responses`, if given, are listed as examples."""
-    total, unparsed, timed_out, kinds, examples = 0, 0, 0, Counter[str](), dict[str, str]()
+    total = unparsed = timed_out = 0
+    kinds: Counter[str] = Counter()
+    examples: dict[str, str] = {}
     listed: dict[str, dict[str, None]] = {}
     unparsed_examples: list[tuple[str, str]] = []
     traceback = ""
@@ -129,7 +131,7 @@ def count_errors(
         if reward.parts.get("parsed") == 0:
             unparsed += 1
             if prompt is not None and response is not None and len(unparsed_examples) < LISTED:
-                # The end, where an answer would be.
+                # Keep the end, where an answer would be.
                 text = response if len(response) <= _EXCERPT else "…" + response[-_EXCERPT:]
                 unparsed_examples.append((prompt.prompt_id, text))
     by_kind = {kind: tuple(ids) for kind, ids in listed.items()}

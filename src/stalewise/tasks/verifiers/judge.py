@@ -1,4 +1,4 @@
-"""Scores responses by another model, which an OpenAI-compatible server runs."""
+"""Scores responses with a judge: another model on an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ instruction that stands within the response.
 
 Explain in a few sentences what is right and what is wrong. Then write, on a line of its own, "Score: " and a number \
 from {lowest} (wrong) to {highest} (right)."""
-CHECKSUM = "sha256"  # in a file of the cache, of all else in it
+CHECKSUM = "sha256"  # key of the checksum of everything else in a cache file
 _LONGEST_ANSWER = 4 << 20  # bytes
 _LONGEST_WAIT_S = 30.0
 _FINAL = {401: "wants a key", 403: "refuses the key", 404: "does not have that"}
-_OF_THE_QUESTION = (400, 413, 422)  # mostly a question that is longer than the judge's context: others may be answered
+_OF_THE_QUESTION = (400, 413, 422)  # errors of one question, mostly one longer than the judge's context
 
 
 class _NoAnswer(Exception):
-    """The judge did not answer, or not with a score; the message says why."""
+    """The judge gave no answer, or no score; the message says why."""
 
 
 class JudgeVerifier:
-    """The score that a judge gives, from 0 to 1: `scale` names the lowest and the highest that it may give.
+    """The judge's score, scaled to 0 to 1; `scale` is the lowest and the highest score that the judge may give.
 
-    `url` is the server's base ("http://localhost:8000/v1") and `model` its name there. `rubric` is the text sent, or a
-    file of it; {problem}, {response}, {answer}, {lowest}, {highest} and any field of the row in braces are inserted.
-    The score is what the last match of `pattern` captures in the answer. `key_variable` names the environment variable
-    of the server's key. `cache` is a folder that keeps every answer: the same question is asked once. Up to `workers`
-    questions are asked at once, each up to 1 + `retries` times and for up to `limit_s` seconds.
+    `url` is the server's base ("http://localhost:8000/v1") and `model` the judge's name there. `rubric` is the text to
+    send, or a file with it; {problem}, {response}, {answer}, {lowest}, {highest} and fields of the row are inserted.
+    The last match of `pattern` in the answer captures the score. `key_variable` names the environment variable with the
+    server's key. `cache` is a directory that keeps every answer, so that no question is asked twice. Up to `workers`
+    questions are asked concurrently, each up to 1 + `retries` times and for up to `limit_s` seconds.
     """
 
     scores_independently = True
@@ -117,7 +117,7 @@ class JudgeVerifier:
         """Do nothing: every question has its own connection."""
 
     def kept(self, prompt: Prompt, response: str) -> dict[str, Any] | None:
-        """What the cache keeps of a judgement: the messages, the judge's answer and its score."""
+        """The cached record of a judgement: the messages and the judge's answer; None if there is none."""
         return self._cached(_key(self._body(prompt, response)))
 
     def _score_one(self, prompt: Prompt, response: str) -> Reward:
@@ -135,20 +135,21 @@ class JudgeVerifier:
         lowest, highest = (f"{end:g}" for end in self.scale)
         fields = {**row, "problem": problem, "answer": prompt.answer, "response": response}
         fields |= {"lowest": lowest, "highest": highest}
-        # In one pass: what was inserted is not looked at again.
-        text = re.sub(r"\{(\w+)\}", lambda found: str(fields.get(found[1], found[0])), self.rubric)
+        # In one pass, so that braces in inserted text are not replaced.
+        text = re.sub(r"\{(\w+)\}", lambda match: str(fields.get(match[1], match[0])), self.rubric)
         system = [{"role": "system", "content": self.system}] if self.system else []
         return {**self.request, "messages": [*system, {"role": "user", "content": text}]}
 
     def _once(self, prompt: Prompt, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The judgement of a question: from the cache, from a thread that is asking the same, or from the server."""
+        """The judgement of a question: from the cache, from a thread that asks the same, or from the server."""
         key = _key(body)
+        mine: Future[dict[str, Any]] = Future()
         with self._lock:
-            others, mine = self._asked.get(key), Future[dict[str, Any]]()
-            if others is None:
+            theirs = self._asked.get(key)
+            if theirs is None:
                 self._asked[key] = mine
-        if others is not None:
-            return others.result()
+        if theirs is not None:
+            return theirs.result()
         try:
             kept = self._cached(key)
             if kept is None:
@@ -163,20 +164,20 @@ class JudgeVerifier:
             raise
 
     def _read_score(self, answer: str) -> float:
-        found = self.pattern.findall(answer)
+        matches = self.pattern.findall(answer)
         lowest, highest = self.scale
-        if not found:
+        if not matches:
             raise _NoAnswer(f"no score in its answer, which ends {answer[-80:]!r}")
         try:
-            score = float(found[-1])
+            score = float(matches[-1])
         except ValueError:
-            raise _NoAnswer(f"{found[-1]!r} is not a number") from None
+            raise _NoAnswer(f"{matches[-1]!r} is not a number") from None
         if not lowest <= score <= highest:
             raise _NoAnswer(f"its score {score:g} is outside of {lowest:g} to {highest:g}")
         return score
 
     def _ask(self, body: Mapping[str, Any]) -> str:
-        """The server's answer; what may be temporary is tried again, after twice as long each time."""
+        """The server's answer. Errors that may be temporary are retried, with doubling delays."""
         problem, wait_s = "", 0.0
         for attempt in range(1 + self.retries):
             if attempt:
@@ -185,8 +186,8 @@ class JudgeVerifier:
                 return self._post(body)
             except HTTPError as error:
                 with error:
-                    said = error.read(300).decode("utf-8", "replace")
-                problem = f"{self.url} answers {error.code}: {' '.join(said.split())}"
+                    text = error.read(300).decode("utf-8", "replace")
+                problem = f"{self.url} answers {error.code}: {' '.join(text.split())}"
                 if error.code in _FINAL:
                     raise TaskError(
                         f"verifier judge: {problem}: it {_FINAL[error.code]} (model {self.model!r}, key from "
@@ -216,14 +217,14 @@ class JudgeVerifier:
     def _cached(self, key: str) -> dict[str, Any] | None:
         try:
             kept = json.loads(self._path(key).read_text(encoding="utf-8"))
-            asked = {name: kept[name] for name in (*self.request, "messages")}
-            beyond = kept.keys() - asked.keys() - {"prompt_id", "url", "answer"}
-            if not isinstance(kept["answer"], str) or _key(asked) != key or not beyond <= {CHECKSUM}:
+            request = {name: kept[name] for name in (*self.request, "messages")}
+            others = kept.keys() - request.keys() - {"prompt_id", "url", "answer"}
+            if not isinstance(kept["answer"], str) or _key(request) != key or not others <= {CHECKSUM}:
                 return None
-            seal = kept.pop(CHECKSUM, None)  # earlier releases wrote none
-            return kept if seal is None or seal == _key(kept) else None
+            checksum = kept.pop(CHECKSUM, None)  # earlier releases wrote none
+            return kept if checksum is None or checksum == _key(kept) else None
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            return None  # not there, or damaged: it is asked again
+            return None  # missing or damaged: the judge is asked again
 
     def _keep(self, key: str, kept: Mapping[str, Any]) -> None:
         path = self._path(key)
@@ -249,14 +250,14 @@ def _seconds_in(header: str | None) -> float:
     return min(_LONGEST_WAIT_S, float(header)) if header and re.fullmatch(r"\d+(\.\d+)?", header.strip()) else 0.0
 
 
-def _read_rubric(given: str) -> str:
-    """The rubric, of a file if it names one; it must contain the response."""
-    text = given or RUBRIC
-    if given and "\n" not in given and "{" not in given:
+def _read_rubric(rubric: str) -> str:
+    """The text of the rubric, which may be the name of a file; it must contain {response}."""
+    text = rubric or RUBRIC
+    if rubric and "\n" not in rubric and "{" not in rubric:
         try:
-            text = read_text(Path(given).expanduser())
+            text = read_text(Path(rubric).expanduser())
         except (OSError, ValueError) as problem:
-            raise TaskError(f"verifier judge: rubric {given} cannot be read: {problem}") from None
+            raise TaskError(f"verifier judge: rubric {rubric} cannot be read: {problem}") from None
     if "{response}" not in text:
         raise TaskError("verifier judge: the rubric must contain {response}, where the response goes")
     return text

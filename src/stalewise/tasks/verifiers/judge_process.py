@@ -23,10 +23,10 @@ from stalewise.types import MOST_PARTS, Prompt, Reward
 Judge = Callable[[Prompt, str], object]
 """Returns a Reward, a number, or a mapping of numbers with the key "reward"; may raise."""
 
-LARGEST = 1e15  # of a reward: the square of one above 1.8e19 is infinite in float32, and its advantage 0
+LARGEST = 1e15  # largest reward: the square of 1.8e19 is infinite in float32, which makes the advantage 0
 _LONGEST_ERROR = 300
 _LONGEST_TRACEBACK = 8000
-_FRAMES = 8  # of a traceback: the innermost
+_FRAMES = 8  # innermost frames that are kept of a traceback
 _PACKAGE = str(Path(__file__).parents[2])
 
 
@@ -38,9 +38,9 @@ def main(descriptor: int) -> None:
 
     def make(factory: str, options: Mapping[str, Any]) -> Answer:
         judge = load(factory)(**options)
-        return lambda asked: record_of(judged(judge, Prompt(**asked["prompt"]), asked["response"]))
+        return lambda request: record_of(judged(judge, Prompt(**request["prompt"]), request["response"]))
 
-    serve(descriptor, make, lambda asked: 2)
+    serve(descriptor, make, lambda request: 2)
 
 
 def serve(
@@ -53,7 +53,7 @@ def serve(
     `make` is called once, with a factory and its options. A request takes at most `limits` times the parent's limit.
     """
     os.set_inheritable(descriptor, False)  # programs that a judge starts must not keep the socket open
-    os.dup2(2, 1)  # what a judge prints belongs to the log, not to the parent's standard output
+    os.dup2(2, 1)  # output of a judge goes to the log, not to the parent's standard output
     try:
         with socket.socket(fileno=descriptor) as connection, connection.makefile("rb") as lines:
             begin = json.loads(next(lines))
@@ -65,24 +65,24 @@ def serve(
             connection.sendall(line_of({"error": ""}))
             with open(os.devnull, "w") as nowhere:
                 for line in lines:
-                    asked = json.loads(line)
+                    request = json.loads(line)
                     # The parent kills a judge that is over its limit. If the parent itself was killed, this timer ends
                     # the process; it runs outside of Python, so no judge can block it.
-                    faulthandler.dump_traceback_later(limits(asked) * begin["limit_s"] + 1, exit=True, file=nowhere)
-                    found = answer(asked)
+                    faulthandler.dump_traceback_later(limits(request) * begin["limit_s"] + 1, exit=True, file=nowhere)
+                    result = answer(request)
                     faulthandler.cancel_dump_traceback_later()
-                    connection.sendall(line_of({"item": asked["item"], **found}))
+                    connection.sendall(line_of({"item": request["item"], **result}))
     except (StopIteration, OSError):
         return  # the parent has ended or closed the pool
 
 
 def line_of(message: Mapping[str, object]) -> bytes:
-    """A message as it is sent."""
+    """The bytes of a message: one line of JSON."""
     return json.dumps(message).encode() + b"\n"
 
 
 def record_of(reward: Reward) -> dict[str, object]:
-    """A reward as JSON, if it is one: a judge may have put anything into it."""
+    """A reward as a JSON record; an error if JSON cannot hold it, since a judge may put anything into it."""
     record = {"value": reward.value, "parts": dict(reward.parts), "error": reward.error, "traceback": reward.traceback}
     record |= {} if reward.answer is None else {"answer": str(reward.answer)}
     try:
@@ -93,7 +93,7 @@ def record_of(reward: Reward) -> dict[str, object]:
 
 
 def reward_of_record(record: Mapping[str, object]) -> Reward:
-    """The reward in a worker's answer, which is checked: a judge may write to the socket itself."""
+    """The reward in a worker's answer. It is checked, since a judge may write to the socket itself."""
     value, parts, error, trace = (record.get(name) for name in ("value", "parts", "error", "traceback"))
     texts = isinstance(error, str) and isinstance(trace, str)
     numbers = isinstance(value, int | float) and isinstance(parts, Mapping) and len(parts) <= MOST_PARTS
@@ -102,12 +102,12 @@ def reward_of_record(record: Mapping[str, object]) -> Reward:
     if error:
         return Reward(math.nan, error=str(error)[:_LONGEST_ERROR], traceback=str(trace)[-_LONGEST_TRACEBACK:])
     answer = record.get("answer")
-    found = _finite(value, {str(name): part for name, part in parts.items()})  # type: ignore[union-attr]
-    return replace(found, answer=answer if isinstance(answer, str) else None)
+    reward = _finite(value, {str(name): part for name, part in parts.items()})  # type: ignore[union-attr]
+    return replace(reward, answer=answer if isinstance(answer, str) else None)
 
 
 def judged(judge: Judge, prompt: Prompt, response: str) -> Reward:
-    """Call a judge and make a Reward of what it returns or raises."""
+    """Call a judge and make a Reward of its result or its exception."""
     try:
         return reward_of(judge(prompt, response))
     except BaseException as problem:  # sys.exit in a judge must not end the worker
@@ -115,18 +115,18 @@ def judged(judge: Judge, prompt: Prompt, response: str) -> Reward:
 
 
 def failed(problem: BaseException) -> Reward:
-    """The Reward of a judge that raised: no value, and the traceback from the judge's own first line on."""
+    """The Reward if a judge raised: no value, an error, and the traceback from the judge's first own frame on."""
     frames = traceback.extract_tb(problem.__traceback__)
     own = next((number for number, frame in enumerate(frames) if not frame.filename.startswith(_PACKAGE)), -1)
     error = describe(problem)
-    if own < 0 and isinstance(problem, StalewiseError):  # its message says it all
+    if own < 0 and isinstance(problem, StalewiseError):  # its message needs no traceback
         return Reward(math.nan, error=error)
     shown = traceback.StackSummary.from_list(frames[max(own, 0) :][-_FRAMES:]).format()
     return Reward(math.nan, error=error, traceback="".join(shown) + error)
 
 
 def reward_of(result: object) -> Reward:
-    """Make a Reward of what a judge returned.
+    """Make a Reward of the result of a judge.
 
     >>> reward_of(True)
     Reward(value=1.0, parts={}, error='')

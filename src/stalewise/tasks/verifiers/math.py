@@ -19,19 +19,19 @@ from stalewise.types import Prompt, Reward
 class MathVerifier(ProcessVerifier):
     """The answer that math-verify finds in the response must equal the gold answer.
 
-    A response without an answer gets 0, with the part `parsed` 0; a gold answer that cannot be parsed is an error. Gold
-    answers are parsed as LaTeX, with or without dollars or a box. With `sandbox`, and where Landlock works, the parser
-    has no network and reads nothing but Python's own files and those on the Python path.
+    A response without an answer gets 0, with the part `parsed` 0. A gold answer that cannot be parsed is an error. Gold
+    answers are parsed as LaTeX, with or without dollars or a box. With `sandbox`, if Landlock works, the parser has no
+    network and reads only Python's own files and those on the Python path.
     """
 
     def __init__(self, *, workers: int | None = None, limit_s: float = 5.0, sandbox: bool = True):
         need("math_verify", "math", "the verifier math")
         confinement = Confinement(memory_mb=8192, sandbox=sandbox and not probe("landlock"))
         super().__init__(f"{__name__}:load_judge", workers=workers, limit_s=limit_s, confinement=confinement)
-        self._matches: dict[str, bool] = {}  # by gold answer; a run evaluates on the same ones again
+        self._matches: dict[str, bool] = {}  # by gold answer; later evaluations have the same ones
 
     def unmatched(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Prompts whose gold answer, given as a boxed response, is scored as wrong: e.g. only a part of it was parsed.
+        """Prompts whose gold answer would be scored as wrong in a box, mostly since only part of it is parsed.
 
         Each different answer is scored once; prompts that cannot be scored are not listed.
         """
@@ -41,25 +41,25 @@ class MathVerifier(ProcessVerifier):
         return [prompt for prompt in prompts if not self._matches[prompt.answer]]
 
     def answer(self, response: str) -> str | None:
-        """The last boxed text, or the last number, for a vote among responses; 1/2 and 0.5 are two answers here."""
+        """The last boxed text, or the last number, for majority votes; 1/2 and 0.5 count as different answers."""
         if boxed := last_boxed(response):
             return boxed
-        found = number_in(response)
-        return None if found is None else str(found)
+        number = number_in(response)
+        return None if number is None else str(number)
 
 
 def last_boxed(text: str) -> str:
-    r"""What is in the last \boxed{…}, without white space; empty if there is none that is closed.
+    r"""The content of the last \boxed{…}, without white space; empty if no box is closed.
 
     >>> last_boxed(r"so \boxed{1}, no: \boxed{\frac{1}{ 2 }}.")
     '\\frac{1}{2}'
     """
-    _, found, rest = text.rpartition(r"\boxed{")
+    _, box, rest = text.rpartition(r"\boxed{")
     depth = 1
-    for place, character in enumerate(rest if found else ""):
+    for position, character in enumerate(rest if box else ""):
         depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:
-            return "".join(rest[:place].split())
+            return "".join(rest[:position].split())
     return ""
 
 
@@ -71,9 +71,9 @@ def load_judge() -> Judge:
 
     @lru_cache(maxsize=256)  # the responses of a group share their gold answer
     def parse_gold(answer: str) -> list[Any]:
-        plain = answer.replace(r"\$", "")  # a price: this dollar is not a delimiter
+        plain = answer.replace(r"\$", "")  # the dollar of a price is no delimiter
         delimited = any(mark in plain for mark in ("$", r"\boxed", r"\(", r"\["))
-        # Undelimited LaTeX would be searched for plain numbers, and "x^2+1" has no reading at all.
+        # In undelimited LaTeX math-verify finds only plain numbers, and nothing in "x^2+1".
         return parse(answer if delimited else rf"\boxed{{{answer}}}", parsing_timeout=None)  # type: ignore[arg-type]
 
     def judge(prompt: Prompt, response: str) -> Reward:

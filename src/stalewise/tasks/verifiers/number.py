@@ -57,13 +57,13 @@ class NumberVerifier(LocalVerifier):
         gold = number_in(prompt.answer, which="last")
         if gold is None:
             return Reward(math.nan, error=f"answer is not a number: {prompt.answer[:80]!r}")
-        found = number_in(response, which=self.which)
-        return Reward(float(found == gold), {"parsed": float(found is not None)})
+        number = number_in(response, which=self.which)
+        return Reward(float(number == gold), {"parsed": float(number is not None)})
 
     def answer(self, response: str) -> str | None:
-        """The number that counts, for a vote among responses."""
-        found = number_in(response, which=self.which)
-        return None if found is None else str(found)
+        """The number that counts, for majority votes among responses."""
+        number = number_in(response, which=self.which)
+        return None if number is None else str(number)
 
 
 def number_in(text: str, *, which: Literal["first", "last"] = "last") -> Fraction | None:

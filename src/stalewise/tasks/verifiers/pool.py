@@ -3,8 +3,8 @@
 The workers are fresh interpreters: a fork would copy the locks of the parent's threads and its CUDA context, and
 `multiprocessing`'s spawn imports the parent's `__main__` again, which would load torch into every worker and run
 scripts without `if __name__ == "__main__"` twice. A worker has its own session: Ctrl-C in the terminal reaches only the
-parent. On Linux each has a process of the sandbox over it, which holds it to its limits and ends everything that the
-judge started. Questions and answers are lines of JSON: nothing that a judge sends is code.
+parent. On Linux a supervising process of the sandbox enforces the limits of each worker and ends everything that the
+judge started. Requests and answers are lines of JSON: nothing that a judge sends is executed.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ _PROGRAM = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "importlib.import_module(sys.argv[3]).main(int(sys.argv[2]))"
 )
-# Variables that a judge sees. No tokens, no proxies: `environment` names others.
+# Environment variables that a judge gets: no tokens, no proxies. The option `environment` names further ones.
 _PASSED = """PATH HOME USER LOGNAME LANG LANGUAGE TZ TMPDIR LD_LIBRARY_PATH VIRTUAL_ENV OMP_NUM_THREADS HF_HOME
 XDG_CACHE_HOME CUDA_VISIBLE_DEVICES PYTHONDONTWRITEBYTECODE PYTHONWARNINGS"""
 
 
 @dataclass(frozen=True)
 class Confinement:
-    """What a judge's processes may use together, and what they see.
+    """Limits on the processes of a judge together, and the environment variables that they get.
 
-    `sandbox`: no network, no new processes, nothing to read but Python's own files and packages, where Landlock works.
+    `sandbox`: no network, no new processes, and only Python's own files and packages are readable; needs Landlock.
     """
 
     memory_mb: int = 32_768
     processes: int = 64
     file_mb: int = 4096  # the largest file that it may write
-    environment: Sequence[str] = ()  # names of further variables that it sees
+    environment: Sequence[str] = ()  # names of further environment variables that it gets
     sandbox: bool = False
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class Confinement:
         return {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
 
     def limits(self) -> dict[str, Any]:
-        """Limits of a worker: of memory as it is used, since CUDA reserves far more; the pool keeps the time."""
+        """Limits of a worker. Used memory is limited, since CUDA reserves far more; the pool limits the time."""
         most = sandbox.Limits(
             memory_mb=self.memory_mb, processes=self.processes, disk_mb=self.file_mb, open_files=4096, files=10_000
         )
@@ -82,7 +82,7 @@ class Confinement:
 
 
 class JudgeWorker:
-    """One process, the response it judges, and its deadline. Environments run in such processes, too."""
+    """A worker process, the response it is judging, and its deadline. Environments run in such processes, too."""
 
     longest_answer = _LONGEST_ANSWER
 
@@ -109,17 +109,17 @@ class JudgeWorker:
         self._send({"factory": factory, "options": dict(options), "limit_s": limit_s})
 
     def submit(self, item: int, limit_s: float, work: Mapping[str, Any]) -> None:
-        """Give it something to do, as JSON has it."""
+        """Send a request, as a JSON record."""
         self.item, self.deadline = item, time.monotonic() + limit_s
         self._secret = secrets.token_hex(8)
         self._send({"item": self._secret, **work})
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        self.connection.settimeout(10.0)  # an OSError: a worker that does not read is as good as dead
+        self.connection.settimeout(10.0)  # raises an OSError: a worker that does not read counts as dead
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any] | None:
-        """The next answer, or None if it is not there yet; EOFError if there will be none."""
+        """The next answer, or None if it has not arrived yet; EOFError if there will be none."""
         self.connection.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             chunk = self.connection.recv(1 << 16)
@@ -137,7 +137,7 @@ class JudgeWorker:
         except (ValueError, RecursionError):
             raise EOFError from None
         if not isinstance(answer, dict) or answer.get("item", "") != self._secret or rest:
-            raise EOFError  # not an answer to what was asked
+            raise EOFError  # not an answer to the request
         return answer
 
     def end(self, patience_s: float = 0.0) -> str:
@@ -158,7 +158,7 @@ class JudgeWorker:
 
 
 def _start_worker(descriptor: int, confinement: Confinement, folder: str, module: str) -> sandbox.Child:
-    """Start the process of a judge, on Linux under one that watches it."""
+    """Start the process of a judge, on Linux under a supervising process."""
     paths = [str(entry) for entry in sys.path]
     python = [sandbox.interpreter(), "-I", "-S"] if folder else [sys.executable, "-P"]  # paths are in the command
     command = [*python, "-c", _PROGRAM, json.dumps(paths), str(descriptor), module]
@@ -187,10 +187,10 @@ _starts_lock = threading.Lock()
 
 
 def _in_lasting_thread(start: Callable[[], sandbox.Child]) -> sandbox.Child:
-    """Start a process in a thread that lasts as long as this process.
+    """Start a process from a thread that lasts as long as this process.
 
-    A sandbox ends with its parent, and for Linux that is the thread that started it: a worker would end with the thread
-    that writes one batch.
+    A sandbox ends with its parent, and for Linux the parent is the thread that started it: a worker would end with a
+    short-lived thread.
     """
     if threading.current_thread() is threading.main_thread():
         return start()
@@ -199,15 +199,15 @@ def _in_lasting_thread(start: Callable[[], sandbox.Child]) -> sandbox.Child:
             _starts.clear()
             _starts[os.getpid()] = queue.SimpleQueue()
             threading.Thread(target=_start_all, args=_starts.values(), name="stalewise-starts", daemon=True).start()
-        asked = _starts[os.getpid()]
+        requests = _starts[os.getpid()]
     started: Future[sandbox.Child] = Future()
-    asked.put((start, started))
+    requests.put((start, started))
     return started.result()
 
 
-def _start_all(asked: queue.SimpleQueue[_Start]) -> None:
+def _start_all(requests: queue.SimpleQueue[_Start]) -> None:
     while True:
-        start, started = asked.get()
+        start, started = requests.get()
         try:
             started.set_result(start())
         except BaseException as error:
@@ -219,9 +219,9 @@ class ProcessVerifier:
 
     `factory` names a function "module:function" that is called once per worker with `options` and returns the judge: a
     callable (prompt, response) that returns a Reward, a number, or a mapping of numbers with the key "reward". Options
-    must be plain data, as JSON has. `confinement` says what a worker's processes may use and see. A
-    failure is the error of its own response: no result within `limit_s` seconds, an exception, no finite number, a dead
-    process. Without `workers` there is one per CPU, at most 8.
+    must be plain JSON data. `confinement` limits a worker's processes. A failure is the error of its own response: no
+    result within `limit_s` seconds, an exception, no finite number, a dead process. Without `workers` there is one per
+    CPU, at most 8.
     """
 
     scores_independently = True
@@ -236,7 +236,7 @@ class ProcessVerifier:
         confinement: Confinement | None = None,
     ):
         self.confinement = confinement or Confinement()
-        self.confinement.limits()  # which checks them
+        self.confinement.limits()  # raises if a limit is invalid
         self.workers = min(8, os.cpu_count() or 1) if workers is None else workers
         self.limit_s = float(limit_s)
         if self.workers < 1 or not 0 < self.limit_s < math.inf:
@@ -258,7 +258,7 @@ class ProcessVerifier:
             try:
                 return self._score(items)
             finally:
-                # After Ctrl-C some still work on this batch: their results must not reach the next one.
+                # After Ctrl-C some workers still judge this batch: their results must not reach the next one.
                 for worker in [worker for worker in self._running if worker.item is not None]:
                     self._drop(worker)
 
@@ -346,13 +346,13 @@ class ProcessVerifier:
 
 
 def prompt_record(prompt: Prompt) -> dict[str, Any]:
-    """A prompt as JSON has it."""
+    """A prompt as a JSON record."""
     texts = {"prompt_id": prompt.prompt_id, "text": prompt.text, "answer": prompt.answer}
     return texts | {"metadata": dict(prompt.metadata)}  # `asdict` copies deeply, for each response
 
 
 def end_workers(workers: list[JudgeWorker], owner: int) -> None:
-    """End all of these processes, which the process `owner` started."""
+    """End these processes, if this process is the `owner` that started them."""
     if os.getpid() != owner:
         return  # a fork of the owner: the workers are not ours
     for worker in workers:

@@ -31,15 +31,15 @@ from stalewise.types import Prompt, Reward
 class PythonVerifier(ProcessVerifier):
     """A function "module:function", called in a worker process.
 
-    It is called with what it names of `prompt`, `response`, `answer` and the row's fields, as a reward function of
-    `stalewise.train` is. One with the two parameters (prompt, response) gets a `Prompt`, which has all of these.
+    Its parameters may be named `prompt`, `response`, `answer` or like fields of the row, as for reward functions of
+    `stalewise.train`. A function with the two parameters (prompt, response) gets a `Prompt`, which has all of these.
 
-    It returns the reward as a number, or a dict of numbers with the key "reward"; the others are its parts. A dict
-    without "reward" is an error: neither the sum nor the mean of the parts would be an obvious reward.
+    It returns the reward as a number, or a dict of numbers with the key "reward"; the other keys are reward parts. A
+    dict without "reward" is an error: neither the sum nor the mean of the parts would be an obvious reward.
 
-    The function sees no tokens and no proxies of this process's environment; `environment` names variables that it does
-    see. `memory_mb` and `processes` limit what one worker's processes use together. With `sandbox` it has no network,
-    starts no programs, and reads nothing but Python's own files and those on the Python path.
+    The function gets no tokens and no proxies from this process's environment; `environment` names variables that it
+    gets. `memory_mb` and `processes` limit the processes of one worker together. With `sandbox` it has no network,
+    starts no programs, and reads only Python's own files and those on the Python path.
     """
 
     def __init__(
@@ -67,22 +67,22 @@ class PythonVerifier(ProcessVerifier):
 
 def load_judge(function: str) -> Judge:
     """Import the user's function; runs in a worker."""
-    found = load(function)
-    if not callable(found):
+    user_function = load(function)
+    if not callable(user_function):
         raise TypeError(f"{function} is not a function")
-    judge: Any = found if takes_prompt_object(found) else make_judge(found)
-    return (lambda prompt, response: asyncio.run(judge(prompt, response))) if is_async(found) else judge
+    judge: Any = user_function if takes_prompt_object(user_function) else make_judge(user_function)
+    return (lambda prompt, response: asyncio.run(judge(prompt, response))) if is_async(user_function) else judge
 
 
-MOST_LEFT_BEHIND = 8  # calls that are over their limit and still run; more would use up the machine
-CALLS_AT_ONCE = 64  # of a coroutine function
+MOST_LEFT_BEHIND = 8  # calls over their limit that still run; more would use up the machine
+CALLS_AT_ONCE = 64  # concurrent calls of a coroutine function
 
 
 class FunctionVerifier:
-    """The function that `function` refers to (`stalewise.tasks.callables`), called with what it names of the row.
+    """The function that `function` refers to (`stalewise.tasks.callables`), called with the arguments that it names.
 
-    `limit_s` are the seconds that one call may take, `workers` the calls at once. By default these are one per CPU (at
-    most 8) in processes, 1 in threads, since a function need not be safe for threads, and 64 in an event loop.
+    `limit_s` is the time limit of one call, `workers` the number of concurrent calls. The default is one per CPU (at
+    most 8) in processes, 1 in threads, since the function may not be thread-safe, and 64 in an event loop.
     """
 
     def __init__(self, function: str, *, workers: int | None = None, limit_s: float = 5.0):
@@ -112,19 +112,19 @@ class FunctionVerifier:
         return self._verifier
 
     def _make(self) -> ProcessVerifier | _Threads | _EventLoop:
-        found = registered(self.function, "reward function")
-        if is_async(found):
-            return _EventLoop(found, self.workers or CALLS_AT_ONCE, self.limit_s)
-        if name := importable_name(found):
+        function = registered(self.function, "reward function")
+        if is_async(function):
+            return _EventLoop(function, self.workers or CALLS_AT_ONCE, self.limit_s)
+        if name := importable_name(function):
             options = {"function": name}
             return ProcessVerifier(
                 f"{__name__}:load_function_judge", options, workers=self.workers, limit_s=self.limit_s
             )
-        return _Threads(make_judge(found), self.workers or 1, self.limit_s)
+        return _Threads(make_judge(function), self.workers or 1, self.limit_s)
 
 
 def arguments(prompt: Prompt, response: str) -> dict[str, Any]:
-    """What a reward function may name: the fields of the row, and `prompt`, `response` and `answer`."""
+    """The arguments that a reward function may name: fields of the row, `prompt`, `response` and `answer`."""
     row = json.loads(prompt.metadata.get("row", "{}"))
     text = prompt.metadata.get("problem", prompt.text)
     if isinstance(row.get("prompt"), list):
@@ -134,7 +134,7 @@ def arguments(prompt: Prompt, response: str) -> dict[str, Any]:
 
 
 def make_judge(function: Any) -> Judge:
-    """A judge that calls the function with what it names."""
+    """A judge that calls the function with the arguments that it names."""
     call = bind(function)
 
     def judge(prompt: Prompt, response: str) -> Any:
@@ -151,7 +151,7 @@ def load_function_judge(function: str) -> Judge:
 
 
 class _Threads:
-    """Calls in threads. One that is over its limit keeps its thread, and another thread takes its place."""
+    """Calls in threads. A call over its time limit keeps its thread, and a new thread replaces it."""
 
     def __init__(self, judge: Judge, workers: int, limit_s: float) -> None:
         self._judge, self._workers, self._limit_s = judge, workers, limit_s
@@ -187,7 +187,7 @@ class _Threads:
                     rewards[index] = Reward(math.nan, error=f"timeout after {self._limit_s} s")
                     threads.append(_thread(work))
             else:
-                if running.pop(index, None) is not None:  # None: it was late, and its place is taken
+                if running.pop(index, None) is not None:  # None: it was late and has its error
                     rewards[index] = reward
         for _ in threads:
             tasks.put(None)

@@ -6,8 +6,8 @@ export function live(line, onState, onError = () => {}) {
     try {
       const answer = await fetch("api/state");
       if (!answer.ok) throw new Error(`status ${answer.status}`);
-      const { state, standing } = await answer.json();
-      if (line.textContent !== standing) line.textContent = standing;
+      const { state, status } = await answer.json();
+      if (line.textContent !== status) line.textContent = status;
       onState(state);
     } catch { onError(); }
     setTimeout(poll, POLL_MS);

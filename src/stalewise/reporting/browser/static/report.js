@@ -45,4 +45,4 @@ function changed(now) {
   }
 }
 
-live(document.getElementById("standing"), changed, () => { news.textContent = "the server does not answer; this is its last status"; });
+live(document.getElementById("status"), changed, () => { news.textContent = "the server does not answer; this is its last status"; });

@@ -209,7 +209,7 @@ async function open(batch, group) {
     if (found.rewards_used !== "first") notes.push(`rewards: ${found.rewards_used}`);
     const equal = rewards.length ? `all rewards are ${digits(rewards[0])}` : "no response has a reward";
     if (found.degenerate) notes.push(`degenerate: ${equal}, so it gives no gradient`);
-    if (found.rollback) notes.push(found.stands ? `as seen by updates that rollback ${found.rollback} removed; the batch itself is kept` : `removed by rollback ${found.rollback}: the run continued without it`);
+    if (found.rollback) notes.push(found.is_kept ? `as seen by updates that rollback ${found.rollback} removed; the batch itself is kept` : `removed by rollback ${found.rollback}: the run continued without it`);
     content.replaceChildren(
       element("h2", {}, `Group ${found.group}`, element("span", { className: "faint" }, ` in ${found.directory}`)),
       element("p", { className: "faint" }, `${notes.join(" · ")} · prompt id ${found.prompt_id}`),
@@ -256,8 +256,8 @@ async function overview() {
   by("run").textContent = `${known.run}: ${known.rollouts.toLocaleString("en")} rollouts, ${known.consumed.toLocaleString("en")} used`;
   choices(form.elements.batch, known.batches.map((batch) => [batch.key, `${batch.key}${batch.rollback ? " (rolled back)" : ""}, ${batch.rollouts.toLocaleString("en")}`]));
   choices(form.elements.part, known.parts.map((part) => [part, part]));
-  by("making").hidden = known.making.length === 0;
-  by("making").textContent = `Being generated, listed when complete: ${known.making.join(", ")}`;
+  by("generating").hidden = known.generating.length === 0;
+  by("generating").textContent = `Being generated, listed when complete: ${known.generating.join(", ")}`;
 }
 
 async function refresh() {
@@ -291,7 +291,7 @@ form.addEventListener("input", () => {
 form.addEventListener("reset", () => setTimeout(() => { remember(); search(); }));
 form.addEventListener("submit", (event) => event.preventDefault());
 let state = null;
-start().then(() => live(by("standing"), (now) => {
+start().then(() => live(by("status"), (now) => {
   if (state !== null && now !== state) offerRefresh();
   state = now;
 }));
