@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from stalewise.models.loading import EMBEDDED, encode_prompts, load_model, load_tokenizer
+from stalewise.models import EMBEDDED
+from stalewise.models.loading import encode_prompts, load_model, load_tokenizer
 from stalewise.rollout.sampler import Request, Response
 from stalewise.rollout.token_sampling import sampling_logp
 from stalewise.tasks import make_task

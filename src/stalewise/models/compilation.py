@@ -34,18 +34,18 @@ MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2}
 KEPT_LOGITS, LARGE_OUTPUT = 1 / 16, 0.1
 
 
-def compiling_pays(choice: str, updates: int, model: Any) -> bool:
+def should_compile(choice: str, updates: int, model: Any) -> bool:
     """Whether layers are compiled: `choice` is `learner.compile`; `auto` compiles large models for long runs."""
     is_large = model.device.type == "cuda" and _parameters(model) >= WORTHWHILE_PARAMETERS
     pays = is_large and updates >= WORTHWHILE_UPDATES and can_compile()
     return choice in ("always", "layers") or (choice == "auto" and pays)
 
 
-def recording_pays(choice: str, model: Any, moments: str = "float32") -> bool:
+def should_capture_graphs(choice: str, model: Any, moments: str = "float32") -> bool:
     """Whether the trainer's passes are recorded as CUDA graphs; `auto` records if the GPU has the memory."""
     if choice != "auto" or model.device.type != "cuda":
         return choice in ("always", "graphs")
-    return leaves_half(*_counts(model), moments, torch.cuda.get_device_properties(model.device).total_memory)
+    return fits_in_half(*_counts(model), moments, torch.cuda.get_device_properties(model.device).total_memory)
 
 
 def kept_logits(model: Any, moments: str) -> int:
@@ -53,16 +53,16 @@ def kept_logits(model: Any, moments: str) -> int:
     if model.device.type != "cuda":
         return 0
     output = model.get_output_embeddings().weight.numel()
-    return most_logits(*_counts(model), output, moments, torch.cuda.get_device_properties(model.device).total_memory)
+    return logit_budget(*_counts(model), output, moments, torch.cuda.get_device_properties(model.device).total_memory)
 
 
-def most_logits(parameters: int, trained: int, output: int, moments: str, memory: int) -> int:
+def logit_budget(parameters: int, trained: int, output: int, moments: str, memory: int) -> int:
     """The same for numbers of parameters: all, trained, and of the output layer."""
-    pays = output >= LARGE_OUTPUT * parameters and leaves_half(parameters, trained, moments, memory)
+    pays = output >= LARGE_OUTPUT * parameters and fits_in_half(parameters, trained, moments, memory)
     return int(KEPT_LOGITS * memory) if pays else 0
 
 
-def leaves_half(parameters: int, trained: int, moments: str, memory: int) -> bool:
+def fits_in_half(parameters: int, trained: int, moments: str, memory: int) -> bool:
     """Whether what a trainer holds for good leaves half of a GPU's memory to a micro-batch."""
     return 2 * ((TRAINED_BYTES + MOMENT_BYTES[moments]) * trained + FROZEN_BYTES * (parameters - trained)) <= memory
 
@@ -80,7 +80,7 @@ def optimize_layers(model: Any, config: RunConfig, *, is_sharded: bool, log: Cal
     """Compile the layers if that pays, else fuse some of their operators; returns whether they are compiled."""
     # Layers sharded over ranks stay as they are: the gain was never measured there.
     learner = config.learner
-    compiled = not is_sharded and compiling_pays(learner.compile, config.schedule.updates, model)
+    compiled = not is_sharded and should_compile(learner.compile, config.schedule.updates, model)
     if learner.compile == "auto" and (learner.gradient_checkpointing or _parameters(model) > LARGEST_COMPILED):
         compiled = False
     if compiled:
@@ -124,7 +124,7 @@ def compile_pieces(model: Any, backend: str = "inductor") -> None:
 SHORT_SHARE = 0.25  # of a GPU's memory: if less is free, cached memory is freed first
 
 
-def make_room() -> None:
+def free_cache_for_graphs() -> None:
     """Free cached memory if a GPU's is short: the pool of CUDA graphs cannot take it over when it has to grow."""
     free, total = torch.cuda.mem_get_info()
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -159,7 +159,7 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any 
     `torch.cuda.graph` first synchronises and frees all cached memory, also page-locked memory. Allocating it again took
     longer than the recording.
     """
-    make_room()
+    free_cache_for_graphs()
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     with torch.cuda.stream(stream), without_collecting():
         # Other threads, such as those that watch several devices, may call the driver.

@@ -168,7 +168,7 @@ def _some_logits(model: Any) -> Tensor:
 
 
 def _same_logits(logits: Tensor, expected: Tensor) -> bool:
-    """Up to rounding in another order, as in `attention.packs`."""
+    """Up to rounding in another order, as in `attention.supports_packing`."""
     tolerance = 1e-4 if expected.dtype is torch.float32 else 0.05
     return bool((logits.float() - expected.float()).abs().max() <= tolerance * expected.float().abs().max())
 

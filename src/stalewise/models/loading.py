@@ -21,22 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynami
 from transformers.utils import logging as transformers_logging
 
 from stalewise.errors import ModelError
-from stalewise.models import (
-    EMBEDDED,
-    embedded_policies,
-    embedded_policy,
-    find_device,
-    first_line,
-    loading_error,
-    pick_device,
-    pick_precision,
-    resolve_model,
-)
+from stalewise.models import first_line, loading_error, pick_device
+from stalewise.models import resolve_model as resolve_model  # earlier documentation imports it from here
 from stalewise.types import Prompt
-
-# As before they moved.
-__all__ = ["EMBEDDED", "embedded_policies", "embedded_policy", "loading_error", "resolve_model"]
-__all__ += ["find_device", "pick_device", "pick_precision"]
 
 # They would break our own progress bars.
 transformers_logging.disable_progress_bar()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64  # bytes, so that kernels can use wide loads
-UNDISTURBED = threading.Lock()  # held while a CUDA graph is captured: no other thread may call the driver
+CAPTURE_LOCK = threading.Lock()  # held while a CUDA graph is captured: no other thread may call the driver
 PIECE = 2**24  # bytes
 PAGE = 4096  # bytes: the system maps memory in pages of this size or larger ones
 THREADS = 8
@@ -42,7 +42,7 @@ def send(arrays: Mapping[str, np.ndarray], device: torch.device) -> tuple[Tensor
     for name, array in arrays.items():
         starts[name] = end
         end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-    with UNDISTURBED:
+    with CAPTURE_LOCK:
         here = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
         whole = here.numpy()
         for name, array in arrays.items():

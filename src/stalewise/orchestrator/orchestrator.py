@@ -446,7 +446,7 @@ class Orchestrator:
 
         # Other ranks, workers and engines read the policy from the directory or the object store; a foreign policy is
         # compared with its files; shards that exist already are compared with it.
-        alone = not (self.ranks.others or self.config.storage.url or plan.foreign_places)
+        alone = not (self.ranks.others or self.config.storage.url or plan.foreign_rollouts)
         takes = isinstance(self.sampler, LiveSampler) and self.config.workers.learner == "shares"
         is_new = not committed_shards(directory)
         if alone and takes and is_new:

@@ -292,7 +292,7 @@ class _Preflight:
 
         foreign, group_size = self.config.sampler.foreign, self.config.batch.group_size
         check_second_policy(self.config.sampler.foreign, Path(self.source), task)
-        makes = f"makes {foreign.places(group_size)} of the {group_size} rollouts of a group"
+        makes = f"makes {foreign.rollouts_per_group(group_size)} of the {group_size} rollouts of a group"
         return "ok", f"{foreign.path} has the same tokens and {makes}"
 
     def _reference(self) -> tuple[Status, str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stalewise.config import ScheduleSection
 from stalewise.config.sections import ModelSection
-from stalewise.models.loading import resolve_model
+from stalewise.models import resolve_model
 from stalewise.orchestrator.stages import read_schedule
 from stalewise.rollout.generate import HeldShards
 from stalewise.staleness.schedule import Schedule

@@ -20,15 +20,9 @@ from stalewise.config.sections import (
     ScheduleSection,
 )
 from stalewise.errors import ConfigError, StalewiseError
-from stalewise.models.compilation import compiling_pays
-from stalewise.models.loading import (
-    context_length,
-    find_device,
-    load_model_config,
-    load_tokenizer,
-    pick_device,
-    pick_precision,
-)
+from stalewise.models import find_device, pick_device, pick_precision
+from stalewise.models.compilation import should_compile
+from stalewise.models.loading import context_length, load_model_config, load_tokenizer
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.generate import PROMPTS_TO_COMPARE, BatchPlan, environment_of, shown_prompts
 from stalewise.rollout.mixed_policy import MixedPolicySampler, check_tokenizers
@@ -53,7 +47,7 @@ def batch_plan(config: RunConfig, schedule: Schedule, generation_batch: int, att
         prompts_per_shard=config.sampler.rollouts_per_shard // config.batch.group_size,
         seed=config.seed + (attempt << 32),
         foreign=config.sampler.foreign.path,
-        foreign_places=config.sampler.foreign.places(config.batch.group_size),
+        foreign_rollouts=config.sampler.foreign.rollouts_per_group(config.batch.group_size),
         most_prompts=len(prompts) if config.batch.without_variance == "refill" else 0,
     )
 
@@ -90,9 +84,9 @@ def make_sampler(
         return ServerSampler(settings, max_new_tokens=limit, options=section.server, on_tokens=on_tokens, log=log)
 
     # However long the run: with fused operators a step launches fewer kernels than with compiled ones.
-    compiles = partial(compiling_pays, config.learner.compile, 0)
+    compiles = partial(should_compile, config.learner.compile, 0)
     embedded = partial(HFSampler, settings, max_new_tokens=limit, device=device, dtype=precision)
-    embedded = partial(embedded, on_tokens=on_tokens, compiling_pays=compiles)
+    embedded = partial(embedded, on_tokens=on_tokens, should_compile=compiles)
     return MixedPolicySampler(embedded(), embedded()) if section.foreign.share else embedded()
 
 

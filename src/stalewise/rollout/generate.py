@@ -164,7 +164,7 @@ class BatchPlan:
     prompts_per_shard: int
     seed: int
     foreign: str = ""  # path of the second policy
-    foreign_places: int = 0  # rollouts at the end of every group that it samples
+    foreign_rollouts: int = 0  # rollouts at the end of every group that it samples
     most_prompts: int = 0  # up to which the batch may grow, to replace groups without variance; 0: it may not
     rounds: tuple[int, ...] = ()  # prompts of each round of a batch that has grown; their sum is `prompts`
 
@@ -189,7 +189,7 @@ class BatchPlan:
 
     def policy_of(self, rollout: int) -> str:
         """The policy that samples a rollout, counted from the start of any group; empty: the run's own."""
-        return self.foreign if rollout % self.group_size >= self.group_size - self.foreign_places else ""
+        return self.foreign if rollout % self.group_size >= self.group_size - self.foreign_rollouts else ""
 
 
 @dataclass(slots=True)
@@ -300,7 +300,7 @@ def make_shards(
             most = sampler.preferred_batch_size // (plan.prompts_per_shard * plan.group_size)
             start, shards = time.perf_counter(), source.take(missing, max(1, most))
             if shards and not loaded:
-                if plan.foreign_places:
+                if plan.foreign_rollouts:
                     prompts = task.prompts(plan.first_prompt, min(plan.prompts, PROMPTS_TO_COMPARE))
                     check_tokenizers(plan.foreign, checkpoint, prompts)
                 (load or sampler.load)(checkpoint)
@@ -404,7 +404,7 @@ def _responses(
     requests = [request for one in asked for request in one.requests]
     prompts = [prompt for one in asked for prompt in one.prompts]
     if (environment := environment_of(task)) is not None and requests:
-        if plan.foreign_places:
+        if plan.foreign_rollouts:
             raise TaskError("episodes of a second policy are not supported: set sampler.foreign.share = 0")
         first = [plan.prompt_range(one.shard).start * plan.group_size for one in asked]
         numbers = [start + place for start, one in zip(first, asked, strict=True) for place in range(len(one.requests))]

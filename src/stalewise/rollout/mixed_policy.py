@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from stalewise.errors import ModelError
-from stalewise.models.loading import encode_prompts, resolve_model
+from stalewise.models import resolve_model
+from stalewise.models.loading import encode_prompts
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.policy_files import PolicyFiles, read_policy_files
 from stalewise.rollout.sampler import Request, Response

@@ -17,7 +17,8 @@ from policies import tokens_of
 from sampling import steps_requests as requests
 from sampling import steps_sampler as make
 from stalewise.errors import ModelError
-from stalewise.models.loading import EMBEDDED, load_model, load_tokenizer, resolve_model
+from stalewise.models import EMBEDDED, resolve_model
+from stalewise.models.loading import load_model, load_tokenizer
 from stalewise.rollout.engines import paged_cache, slot_decode
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.engines.request_queue import LengthHistory, RequestQueue

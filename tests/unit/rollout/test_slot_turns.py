@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from stalewise.models.loading import EMBEDDED
+from stalewise.models import EMBEDDED
 from stalewise.rollout.engines import paged_cache, slot_decode
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.engines.slot_turns import MOST_GIVEN

@@ -57,7 +57,7 @@ def can_compile() -> bool:
     return has_triton() and any(map(shutil.which, ("cc", "gcc", "clang")))
 
 
-def get_ready() -> threading.Thread:
+def warm_up_triton() -> threading.Thread:
     """Let Triton checksum its own files in a thread, which it does before its first kernel."""
     thread = threading.Thread(target=_read_triton, daemon=True)
     thread.start()

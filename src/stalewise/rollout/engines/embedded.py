@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from stalewise.errors import ModelError
 from stalewise.models.compilation import compile_pieces
 from stalewise.models.fused_ops import fuse_for_decoding, fused_rotation
-from stalewise.models.kernels import SlotState, StepRows, can_compile, get_ready
+from stalewise.models.kernels import SlotState, StepRows, can_compile, warm_up_triton
 from stalewise.models.loading import context_length, load_model, load_tokenizer, stop_token_ids
 from stalewise.models.transfer import StorageOffload, replace_weights
 from stalewise.rollout.engines.dynamic_decode import (
@@ -140,19 +140,19 @@ class HFSampler:
         on_tokens: Callable[[int], object] = lambda count: None,
         slots: bool | None = None,
         fused: bool | None = None,
-        compiling_pays: Callable[[Any], bool] = lambda model: False,
+        should_compile: Callable[[Any], bool] = lambda model: False,
     ) -> None:
         """`slots` decodes in slots and `fused` fuses operators, both by default on GPUs.
 
-        `compiling_pays` decides whether a model on a GPU is compiled, and not fused.
+        `should_compile` decides whether a model on a GPU is compiled, and not fused.
         """
         self.settings, self.max_new_tokens, self.on_tokens = settings, max_new_tokens, on_tokens
         # A GPU is fastest with a large pool; on a CPU the batches must not depend on which shards were already there.
         self.preferred_batch_size = min(POOL, POOL_TOKENS // max_new_tokens) if device.type == "cuda" else 1
         self.streams = device.type == "cuda"  # on a CPU, scoring meanwhile would take time from sampling
-        self._device, self._dtype, self._compiling_pays = device, dtype, compiling_pays
+        self._device, self._dtype, self._should_compile = device, dtype, should_compile
         if device.type == "cuda":
-            get_ready()
+            warm_up_triton()
         self._model: Any = None
         self._weights: QuantizableWeights | None = None
         self._offload = StorageOffload()  # of the weights, while the trainer works
@@ -193,7 +193,7 @@ class HFSampler:
         self._stops = list(stop_ids)  # on the host: the thread that makes responses must not touch the device
         # Some architectures are stored under other names than in memory: those are loaded anew each time.
         self._replaceable = names if names <= self._model.state_dict().keys() else frozenset()
-        compiling = self._device.type == "cuda" and self._compiling_pays(self._model)
+        compiling = self._device.type == "cuda" and self._should_compile(self._model)
         self.fused = fuse_for_decoding(self._model) if self._fusing and not compiling else ()
         log.debug("fused for decoding: %s", ", ".join(self.fused) or "nothing")
         self._kernels = _kernels(self._model)

@@ -27,7 +27,7 @@ from stalewise.errors import ConfigError, EngineError
 from stalewise.rollout.engines.weight_check import AnswerHistory, PolicyCheck
 from stalewise.rollout.policy_files import Answer, ExternalSampler, PolicyFiles, read_policy_files
 from stalewise.rollout.sampler import Request, Response
-from stalewise.tasks.base import command_of_a_child
+from stalewise.tasks.base import child_command
 from stalewise.types import SamplerSettings
 
 # Requests per replica: several times what vLLM has under way, since it runs partly empty at the end of each call.
@@ -50,7 +50,7 @@ class VllmReplica:
         self.pipe, theirs = Pipe()
         try:
             self.process = subprocess.Popen(
-                command_of_a_child("stalewise.rollout.engines.vllm_process", str(theirs.fileno()), safe=True),
+                child_command("stalewise.rollout.engines.vllm_process", str(theirs.fileno()), safe=True),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=descriptor,

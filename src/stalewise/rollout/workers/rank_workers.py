@@ -9,7 +9,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from stalewise.rollout.generate import BatchPlan
 from stalewise.rollout.sampler import OffloadableSampler, Sampler
 from stalewise.rollout.workers.coordinator import Coordinator
 from stalewise.rollout.workers.shard_queue import POLL_S, ShardQueue, WorkerSession
-from stalewise.rollout.workers.work_order import WorkOrder, config_digest, read_plan
+from stalewise.rollout.workers.work_order import WorkOrder, config_digest, plan_record, read_plan
 from stalewise.rollout.workers.worker import Afterwards, RolloutWorker, RunLocation, WorkDone, work
 from stalewise.tasks import Task, close_task
 from stalewise.tasks.sandbox import scratch_folder
@@ -56,7 +55,9 @@ class RankCoordinator(Coordinator):
         queue.present()  # removes shards of another order before the other ranks see them
         self._warn_of_few_shards(plan)
         config = self.config.model_dump(mode="json")
-        self.ranks.send_to_all("generate", config=config, role=self.role, plan=asdict(plan), policy=queue.order.policy)
+        self.ranks.send_to_all(
+            "generate", config=config, role=self.role, plan=plan_record(plan), policy=queue.order.policy
+        )
         self.made = {}
         for rank in self.ranks.others:
             self.ranks.listen(rank)

@@ -23,6 +23,7 @@ ORDERS = "work/orders"
 CLAIMS = "work/claims"
 COMPLETE = "work/complete.json"
 WORKER_SETTINGS = ("device", "threads")  # of `model`: may differ between workers, since rollouts do not depend on them
+_JSON_NAMES = {"foreign_rollouts": "foreign_places"}  # fields of a plan that have other names in orders
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class WorkOrder:
     @property
     def name(self) -> str:
         """Differs for every plan and policy, so that nobody works on an order that was replaced."""
-        content = json.dumps([asdict(self.plan), self.policy], sort_keys=True)
+        content = json.dumps([plan_record(self.plan), self.policy], sort_keys=True)
         batch = f"g{self.plan.generation_batch:06d}-v{self.plan.version:06d}"
         return f"{batch}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
@@ -63,7 +64,8 @@ def place_order(object_store: ObjectStore, order: WorkOrder) -> None:
     for name in object_store.names(ORDERS):
         if name.startswith(f"{batch}-") and name != f"{order.name}.json":
             withdraw_order(object_store, name.removesuffix(".json"))
-    object_store.create(order.path, json.dumps(asdict(order)).encode())
+    record = {**asdict(order), "plan": plan_record(order.plan)}
+    object_store.create(order.path, json.dumps(record).encode())
 
 
 def withdraw_order(object_store: ObjectStore, name: str) -> None:
@@ -84,9 +86,15 @@ def open_orders(object_store: ObjectStore) -> list[WorkOrder]:
     return [_read(content, f"{object_store.where}/{path}") for path, content in contents.items() if content is not None]
 
 
+def plan_record(plan: BatchPlan) -> dict[str, Any]:
+    """The JSON form of a plan."""
+    return {_JSON_NAMES.get(name, name): value for name, value in asdict(plan).items()}
+
+
 def read_plan(record: Mapping[str, Any]) -> BatchPlan:
     """A plan from its JSON form, which has lists for tuples."""
-    values: dict[str, Any] = {field.name: record[field.name] for field in fields(BatchPlan)}
+    names = [field.name for field in fields(BatchPlan)]
+    values: dict[str, Any] = {name: record[_JSON_NAMES.get(name, name)] for name in names}
     return BatchPlan(**{**values, "rounds": tuple(values["rounds"])})
 
 
