@@ -141,14 +141,14 @@ class Execution:
         self.kept.release()
         moments = (tensor for state in self.optimizer.state.values() for tensor in state.values())
         trained = (weight for weight in self.model.parameters() if weight.requires_grad)
-        self.offload.leave([*trained, *moments, *self.proximal.values()], self._frozen())
+        self.offload.offload([*trained, *moments, *self.proximal.values()], self._frozen())
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def copy_frozen(self) -> None:
         """Copy to host memory what never changes; then `sleep` need not."""
         if not self.offload.away and not self.parallel.is_sharded:
-            self.offload.keep(self._frozen())
+            self.offload.copy_frozen(self._frozen())
 
     def _frozen(self) -> list[Tensor]:
         return [weight for weight in self.model.parameters() if not weight.requires_grad]
@@ -157,7 +157,7 @@ class Execution:
         """Undo `sleep`."""
         if not self.offload.away:
             return
-        self.offload.come_back()
+        self.offload.reload()
         if self.records:
             self._use_graphs()
 

@@ -247,7 +247,7 @@ class HFSampler:
             self._decoder = None  # its CUDA graphs hold addresses of weights
             own = {**_named(self._model.named_parameters), **_named(self._model.named_buffers)}
             self._loaded = None if drop else self._loaded
-            self._offload.leave(own.values(), [own[name] for name in self._replaceable & own.keys() if drop])
+            self._offload.offload(own.values(), [own[name] for name in self._replaceable & own.keys() if drop])
         elif self._decoder is not None and on_gpu and self._is_much(self._decoder.cache.nbytes, SLEEP_SHARE):
             self._decoder = None
         elif not on_gpu or not self._is_much(_unused_bytes(self._device), UNUSED_SHARE):
@@ -261,7 +261,7 @@ class HFSampler:
     def _wake(self, replaced: Iterable[Tensor] = ()) -> None:
         """Bring weights back from host memory; those that the caller replaces need not be copied."""
         if self._offload.is_away:
-            self._offload.come_back(replaced)
+            self._offload.reload(replaced)
 
     def _begin(self, requests: Sequence[Request], settings: SamplerSettings) -> None:
         """Check the requests, and have the weights on the device that the settings ask for."""
