@@ -21,8 +21,9 @@ from stalewise.models import EMBEDDED, resolve_model
 from stalewise.models.loading import load_model, load_tokenizer
 from stalewise.rollout.engines import paged_cache, slot_decode
 from stalewise.rollout.engines.embedded import HFSampler
+from stalewise.rollout.engines.paged_cache import free_for_slots
 from stalewise.rollout.engines.request_queue import LengthHistory, RequestQueue
-from stalewise.rollout.engines.slot_decode import SlotDecoder, SlotStatus, StepKernels, free_for_slots, slots_problem
+from stalewise.rollout.engines.slot_decode import SlotDecoder, SlotStatus, StepKernels, slots_problem
 from stalewise.rollout.sampler import Request
 from stalewise.types import FinishReason, SamplerSettings
 
