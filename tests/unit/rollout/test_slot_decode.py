@@ -482,7 +482,7 @@ def test_a_capture_that_fails_is_said_and_steps_are_launched(
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(SlotDecoder, "__init__", as_on_a_gpu)
-    monkeypatch.setattr(SlotDecoder, "_try", try_step)
+    monkeypatch.setattr(SlotDecoder, "_warm_up", try_step)
     monkeypatch.setattr("stalewise.rollout.engines.slot_decode.recording", fail)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     slotted = make(slots=True)

@@ -59,23 +59,12 @@ def decode_attention(
     query_RHD, output_RHD = query_RHD.contiguous(), torch.empty_like(query_RHD, memory_format=torch.contiguous_format)
     found = output_RHD if parts == 1 else query_RHD.new_empty(rows, heads, parts, width, dtype=torch.float32)
     weight = output_RHD if parts == 1 else query_RHD.new_empty(2, rows, heads, parts, dtype=torch.float32)
+    places = slot_R, block_SB, prefix_R, length_R
     shapes = {"HEADS": heads, "KV_HEADS": kv_heads, "WIDTH": width, "BLOCK_WIDTH": triton.next_power_of_2(width)}
     division = {"KEYS": keys, "PARTS": parts, "CHUNKS": part // keys if parts > 1 else 1 << 30}
-    limit = window if window is not None else 1 << 30
+    limits = scale, window if window is not None else 1 << 30
     _decode[(parts, rows, kv_heads)](  # pyright: ignore[reportIndexIssue]
-        query_RHD,
-        key_TKD,
-        value_TKD,
-        output_RHD,
-        found,
-        weight,
-        slot_R,
-        block_SB,
-        prefix_R,
-        length_R,
-        rows * heads * parts,
-        scale,
-        limit,
+        *(query_RHD, key_TKD, value_TKD, output_RHD, found, weight, *places, rows * heads * parts, *limits),
         COLUMNS=block_SB.shape[1],
         BLOCK_SIZE=block_size,
         PROMPT_BLOCKS=prompt_blocks,
@@ -88,13 +77,7 @@ def decode_attention(
     if parts > 1:
         most = triton.next_power_of_2(parts)
         _merge[(rows, heads)](  # pyright: ignore[reportIndexIssue]
-            output_RHD,
-            found,
-            weight,
-            prefix_R,
-            length_R,
-            rows * heads * parts,
-            limit,
+            *(output_RHD, found, weight, prefix_R, length_R, rows * heads * parts, limits[1]),
             MOST=most,
             **{name: value for name, value in shapes.items() if name != "KV_HEADS"},
             **division,

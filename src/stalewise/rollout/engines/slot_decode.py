@@ -194,9 +194,7 @@ class SlotDecoder:
         `free_for_slots` gives the memory from `memory` and `most_bytes`; `expected` is the probable response length.
         """
         self.kernels = kernels or StepKernels()
-        self.model = model
-        self.device = model.device
-        self.settings = settings
+        self.model, self.device, self.settings = model, model.device, settings
         example = one_token_states(model)
         free = free_for_slots(self.device, memory, most_bytes)
         self.size = size = cache_size(
@@ -210,9 +208,7 @@ class SlotDecoder:
             expected=expected,
         )
         self.requests, self.prompts, self.prompt_room = requests, prompts, prompt_room  # as it was made for
-        self.slots = size.slots
-        self.new_tokens = new_tokens
-        self.steps_per_check = steps_per_check(new_tokens)
+        self.slots, self.new_tokens, self.steps_per_check = size.slots, new_tokens, steps_per_check(new_tokens)
         self.prefill_tokens = _prefill_tokens(model, free)
         self.cache = PagedCache((size.blocks + 1) * size.block_size, example)
         self.board = SlotBoard(size)
@@ -233,10 +229,8 @@ class SlotDecoder:
         )
         # The first `forced_S` tokens are given in `ids_SN`, not sampled (slot_turns.py).
         self.token_S, self.count_S, self.seed_S, self.prefix_S, self.limit_S, self.forced_S = self.state.numbers
-        self.alive_S = self.state.alive_S
-        self.block_SB = self.state.block_SB
-        self.ids_SN = self.state.all_ids[:, :new_tokens]
-        self.logp_SN = self.state.all_logp[:, :new_tokens]
+        self.alive_S, self.block_SB = self.state.alive_S, self.state.block_SB
+        self.ids_SN, self.logp_SN = self.state.all_ids[:, :new_tokens], self.state.all_logp[:, :new_tokens]
         self.stream: torch.cuda.Stream | None = None  # for captures
         self.captures = self.device.type == "cuda"  # False after a capture has failed
         self.graphs: dict[int, tuple[Tensor, Any]] = {}  # by number of rows: a tensor of slots, and the step's graph
