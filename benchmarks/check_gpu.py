@@ -29,8 +29,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from versus.jobs import environment, now
 
 from stalewise.config import RunConfig, make_config
+from stalewise.models import EMBEDDED
 from stalewise.models import transfer as host_copies
-from stalewise.models.loading import EMBEDDED, load_model, pick_weights_dtype
+from stalewise.models.loading import load_model, pick_weights_dtype
 from stalewise.models.transfer import HostBuffers
 from stalewise.orchestrator.checkpoint_writer import CheckpointWriter
 from stalewise.orchestrator.run_log import RunLog
@@ -271,7 +272,7 @@ def made_up_requests(vocabulary: int) -> list[Request]:
 
 def make_sampler(model: str, dtype: torch.dtype, compiled: bool = False, tokens: int = 32) -> HFSampler:
     sampler = HFSampler(
-        SamplerSettings(), max_new_tokens=tokens, device=CUDA, dtype=dtype, compiling_pays=lambda model: compiled
+        SamplerSettings(), max_new_tokens=tokens, device=CUDA, dtype=dtype, should_compile=lambda model: compiled
     )
     sampler.load(Path(model))
     return sampler

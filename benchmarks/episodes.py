@@ -84,7 +84,7 @@ def ours(given: argparse.Namespace) -> dict[str, Any]:
     """The engine `hf`: slots on a GPU."""
     import torch
 
-    from stalewise.models.loading import resolve_model
+    from stalewise.models import resolve_model
     from stalewise.rollout.engines.embedded import HFSampler
     from stalewise.rollout.episodes import play_episodes
     from stalewise.types import SamplerSettings
@@ -107,7 +107,8 @@ def theirs(given: argparse.Namespace) -> dict[str, Any]:
     import torch
     import vllm  # pyright: ignore[reportMissingImports]
 
-    from stalewise.models.loading import load_tokenizer, resolve_model
+    from stalewise.models import resolve_model
+    from stalewise.models.loading import load_tokenizer
 
     model = resolve_model(given.model)
     tokenizer = load_tokenizer(model)

@@ -118,7 +118,7 @@ def make_model(size: str, directory: Path) -> None:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-    from stalewise.models.loading import EMBEDDED
+    from stalewise.models import EMBEDDED
 
     shape = SHAPES[size]
     configuration, model = (LlamaConfig, LlamaForCausalLM) if shape.kind == "llama" else (Qwen2Config, Qwen2ForCausalLM)
@@ -179,7 +179,7 @@ def limited_sampler(size: str, tokens: int, model: Path, *, compiled: bool = Fal
         device=torch.device("cuda" if cuda else "cpu"),
         dtype=torch.bfloat16 if cuda else torch.float32,
         slots=True,
-        compiling_pays=lambda model: compiled,
+        should_compile=lambda model: compiled,
     )
     sampler.load(model)
 

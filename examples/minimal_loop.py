@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from stalewise.config import make_config
-from stalewise.models.loading import resolve_model
+from stalewise.models import resolve_model
 from stalewise.orchestrator.evaluation import evaluate_checkpoint
 from stalewise.rollout.factory import batch_plan, make_sampler
 from stalewise.rollout.generate import generate_batch

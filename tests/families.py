@@ -13,7 +13,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from stalewise import store
-from stalewise.models.loading import EMBEDDED
+from stalewise.models import EMBEDDED
 from stalewise.store.token_log import read_tokens, token_log_directory
 from stalewise.tasks import TASKS
 from stalewise.tasks.base import LocalVerifier

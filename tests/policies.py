@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from stalewise.models.loading import EMBEDDED, encode_prompts, load_model, load_tokenizer
+from stalewise.models import EMBEDDED
+from stalewise.models.loading import encode_prompts, load_model, load_tokenizer
 from stalewise.rollout.sampler import Request, Response
-from stalewise.rollout.token_sampling import sampling_logp
+from stalewise.rollout.token_sampling import tempered
 from stalewise.tasks import make_task
 from stalewise.types import SamplerSettings
 
@@ -27,6 +28,11 @@ SIZE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "pad_token_id": 0,
 }
+
+
+def sampling_logp(logits_RV: torch.Tensor, settings: SamplerSettings) -> torch.Tensor:
+    """Log-probabilities of the sampling distribution, [R, V]; −inf for truncated tokens."""
+    return tempered(logits_RV, settings).log_softmax(dim=1, dtype=torch.float32)
 
 
 def moved(checkpoint: Path, path: Path, *, by: float) -> Path:

@@ -37,7 +37,7 @@ def completed(source: str, *words: object, directory: Path, timeout: float = 120
 
 
 class ForkedPopen:
-    """`subprocess.Popen` of `command_of_a_child`, as far as what starts such a process in the background needs it."""
+    """`subprocess.Popen` of `child_command`, as far as what starts such a process in the background needs it."""
 
     def __init__(
         self,

@@ -12,7 +12,8 @@ import torch
 
 from policies import POLICY
 from stalewise import store
-from stalewise.models.loading import EMBEDDED, encode_prompts, load_model
+from stalewise.models import EMBEDDED
+from stalewise.models.loading import encode_prompts, load_model
 from stalewise.rollout.engines.embedded import HFSampler, fake_quantize
 from stalewise.rollout.generate import BatchPlan, generate_batch
 from stalewise.rollout.mixed_policy import MixedPolicySampler
@@ -82,7 +83,7 @@ def check_logp(model: Any, prompt_ids: Any, response_ids: Any, logp: Any, settin
 
 def plan(foreign: Path | None, places: int = 2, **changes: Any) -> BatchPlan:
     own: dict[str, Any] = {"first_prompt": 0, "prompts": 8, "group_size": 4, "prompts_per_shard": 4, "seed": 3}
-    more = {} if foreign is None else {"foreign": str(foreign), "foreign_places": places}
+    more = {} if foreign is None else {"foreign": str(foreign), "foreign_rollouts": places}
     return BatchPlan(generation_batch=0, version=0, **{**own, **more, **changes})
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies import POLICY, loaded
-from stalewise.rollout.token_sampling import draw, sampling_logp, uniforms
+from policies import POLICY, loaded, sampling_logp
+from stalewise.rollout.token_sampling import draw, uniforms
 from stalewise.types import SamplerSettings
 
 

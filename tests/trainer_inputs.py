@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from stalewise.config import RunConfig, make_config
-from stalewise.models.loading import EMBEDDED, load_model
+from stalewise.models import EMBEDDED
+from stalewise.models.loading import load_model
 from stalewise.store import RolloutColumns
 from stalewise.trainer.trainer import Trainer
 

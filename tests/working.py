@@ -64,6 +64,6 @@ def ordered(config: RunConfig) -> WorkOrder:
 
 def freeze(session: WorkerSession) -> None:
     """As SIGSTOP or a long pause of a virtual machine does."""
-    session._over.set()
+    session._has_ended.set()
     assert session._thread is not None
     session._thread.join()

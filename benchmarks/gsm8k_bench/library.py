@@ -24,7 +24,7 @@ def task_of(settings: Settings, seed: int) -> Any:
 
 def model_directory(name: str) -> Path:
     """Where a model lies that is named as in `model.path`."""
-    from stalewise.models.loading import resolve_model
+    from stalewise.models import resolve_model
 
     return Path(resolve_model(name))
 

@@ -22,7 +22,8 @@ from versus.profiling import begin_profile, keep_profile, traced
 
 from stalewise.config import RunConfig, make_config
 from stalewise.config.sections import ModelSection
-from stalewise.models.loading import EMBEDDED, pick_weights_dtype
+from stalewise.models import EMBEDDED
+from stalewise.models.loading import pick_weights_dtype
 from stalewise.models.transfer import HostBuffers
 from stalewise.planning.memory import MemoryEstimate, estimate, offloads
 from stalewise.rollout.engines import embedded

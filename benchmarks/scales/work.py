@@ -19,7 +19,8 @@ from versus.figures import ModelShape, training_flops
 from versus.ours import learn, tokens_of
 
 from stalewise.config import RunConfig, make_config
-from stalewise.models.loading import load_model, load_tokenizer, resolve_model
+from stalewise.models import resolve_model
+from stalewise.models.loading import load_model, load_tokenizer
 from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.sampler import Request
 from stalewise.rollout.token_sampling import rollout_seed

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stalewise.models.loading import encode_prompts, load_model, load_tokenizer, pick_precision, stop_token_ids
+from stalewise.models import pick_precision
+from stalewise.models.loading import encode_prompts, load_model, load_tokenizer, stop_token_ids
 from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.sampler import Request
 from stalewise.rollout.token_sampling import rollout_seed

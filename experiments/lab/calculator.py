@@ -25,7 +25,8 @@ import torch
 
 from stalewise import run
 from stalewise.config import RunConfig, make_config
-from stalewise.models.loading import EMBEDDED, load_model, load_tokenizer
+from stalewise.models import EMBEDDED
+from stalewise.models.loading import load_model, load_tokenizer
 from stalewise.reporting.inspection import numbered_batches
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.generate import sample_and_score

@@ -23,7 +23,7 @@ class RawLogprobs(HFSampler):
         """A sampler with the settings of this one, on the same device."""
         if not isinstance(sampler, HFSampler):
             raise ConfigError("raw_logprobs needs the engine hf: others have no logits here")
-        given = {"device": sampler._device, "dtype": sampler._dtype, "compiling_pays": sampler._compiling_pays}
+        given = {"device": sampler._device, "dtype": sampler._dtype, "should_compile": sampler._should_compile}
         made = cls(sampler.settings, max_new_tokens=sampler.max_new_tokens, **given)
         made.streams = False  # responses come from `sample` alone
         return made

@@ -19,7 +19,7 @@ from experiments.lab.raw_logprobs import RawLogprobs
 from experiments.lab.run_summary import summarize_run
 
 from stalewise.config import RunConfig
-from stalewise.models.loading import resolve_model
+from stalewise.models import resolve_model
 from stalewise.orchestrator.collapse_guard import Collapsed
 from stalewise.orchestrator.evaluation import evaluate_checkpoint
 from stalewise.orchestrator.orchestrator import Orchestrator

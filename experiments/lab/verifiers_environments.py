@@ -22,7 +22,8 @@ import torch
 
 from stalewise import run
 from stalewise.config import RunConfig, make_config
-from stalewise.models.loading import EMBEDDED, load_model, load_tokenizer
+from stalewise.models import EMBEDDED
+from stalewise.models.loading import load_model, load_tokenizer
 from stalewise.store import batch_directories, open_batch
 
 TEMPLATE = (

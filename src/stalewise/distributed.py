@@ -76,7 +76,7 @@ def launched() -> Launch:
         raise ConfigError(f"the environment names no ranks ({numbers}): unset these, or start with torchrun") from None
 
 
-def environment_of_a_child() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """The environment for a child process that is not a rank."""
     return {name: value for name, value in os.environ.items() if name not in VARIABLES}
 

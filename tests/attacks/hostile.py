@@ -85,7 +85,8 @@ def attack_by_template(name: str, folder: Path) -> list[str]:
 def attack_by_repository(kind: str, folder: Path) -> list[str]:
     """What the code of a model repository achieved while it was loaded, `yes` being on standard input."""
     from attacks.repositories import hostile_repository
-    from stalewise.models.loading import load_model, load_tokenizer, pick_device
+    from stalewise.models import pick_device
+    from stalewise.models.loading import load_model, load_tokenizer
 
     model = hostile_repository(folder / "model", kind, folder / "witness")
     for load in (load_tokenizer, lambda path: load_model(path, device=pick_device("cpu"))):

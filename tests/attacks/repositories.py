@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from stalewise.models.loading import EMBEDDED
+from stalewise.models import EMBEDDED
 
 CODE = """
 from pathlib import Path

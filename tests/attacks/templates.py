@@ -52,7 +52,8 @@ HARMLESS: dict[str, str] = {
 
 def with_template(directory: Path, template: str) -> Any:
     """A tokenizer with this chat template, in a copy of an embedded policy."""
-    from stalewise.models.loading import EMBEDDED, load_tokenizer
+    from stalewise.models import EMBEDDED
+    from stalewise.models.loading import load_tokenizer
 
     shutil.copytree(EMBEDDED / "arithmetic", directory)
     (directory / "chat_template.jinja").write_text(template)

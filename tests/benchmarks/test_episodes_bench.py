@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from benchmarks import episodes, tool_gsm8k
-from stalewise.models.loading import EMBEDDED, load_tokenizer
+from stalewise.models import EMBEDDED
+from stalewise.models.loading import load_tokenizer
 from stalewise.rollout.episodes import encode_first
 from stalewise.rollout.sampler import Request
 from stalewise.tasks import make_task

@@ -27,7 +27,8 @@ def rank_main(rank: int, port: int, directory: Path) -> None:
 
     from stalewise.integrations.trl import StaleGRPOTrainer
     from stalewise.integrations.trl_store import StoredRollouts
-    from stalewise.models.loading import EMBEDDED, load_tokenizer
+    from stalewise.models import EMBEDDED
+    from stalewise.models.loading import load_tokenizer
 
     class Gradients(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model=None, **_) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from experiments.lab import calculator
 
-from stalewise.models.loading import EMBEDDED, load_tokenizer
+from stalewise.models import EMBEDDED
+from stalewise.models.loading import load_tokenizer
 from stalewise.tasks.arithmetic import Steps
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "calculator" / "results.json"

@@ -32,7 +32,7 @@ from experiments.lab.runner import record_machine
 
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ConfigError, ModelError
-from stalewise.models.loading import EMBEDDED
+from stalewise.models import EMBEDDED
 from stalewise.models.plain_forward import plain_logits
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.mixed_policy import MixedPolicySampler

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from batches import SETTING_IDS, SETTINGS, random_batch
-from stalewise.models.attention import packs
+from stalewise.models.attention import supports_packing
 from stalewise.models.loading import load_model
 from stalewise.objectives import evaluate
 from stalewise.store import RolloutColumns
@@ -125,7 +125,7 @@ def plain_gradient(rows: RolloutColumns) -> Tensor:
 def test_the_gradient_of_episodes_is_that_of_a_plain_forward_pass(
     packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(execution, "packs", packs if packed else lambda *_: False)
+    monkeypatch.setattr(execution, "supports_packing", supports_packing if packed else lambda *_: False)
     rows = episodes(seed=3)
     found, metrics = gradient(rows, "m2po", threshold=1e9)  # which clips nothing: the loss is −A·r
     assert metrics["tokens"] == rows.trained.sum() < len(rows.trained)

@@ -18,7 +18,7 @@ import stalewise
 from stalewise.api import evaluate, generate, run
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ModelError, StoreError, TaskError
-from stalewise.models.loading import EMBEDDED
+from stalewise.models import EMBEDDED
 from stalewise.store import (
     batch_directories,
 )
@@ -178,7 +178,7 @@ def test_module_paths_of_earlier_documents_warn_and_work(old: str, new: str, nam
 
 
 def test_where_the_documents_find_the_directory_of_a_model() -> None:
-    from stalewise.models.loading import resolve_model
+    from stalewise.models import resolve_model
 
     assert resolve_model("arithmetic") == str(EMBEDDED / "arithmetic")
 

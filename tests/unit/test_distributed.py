@@ -14,7 +14,7 @@ from stalewise.distributed import (
     ALONE,
     VARIABLES,
     Launch,
-    environment_of_a_child,
+    child_environment,
     explain_lost_ranks,
     launched,
     merge_over_ranks,
@@ -33,7 +33,7 @@ def test_the_environment_names_the_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
     for name, value in {"RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert launched() == Launch(rank=1, world=2, local_rank=1, local_world=2)
-    assert not set(VARIABLES) & environment_of_a_child().keys()
+    assert not set(VARIABLES) & child_environment().keys()
 
 
 def test_a_launch_is_read_without_torch() -> None:

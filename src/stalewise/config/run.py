@@ -137,7 +137,7 @@ class RunConfig(Section):
             )
         if self.objective.reference == "base" and not self.model.trains_adapters:
             yield 'objective.reference is "base", but no adapter is trained: use "initial"'
-        least = LEAST_VLLM_TEMPERATURE if self.sampler.is_foreign else 0.0
+        least = LEAST_VLLM_TEMPERATURE if self.sampler.is_external else 0.0
         if low := [suite.label for suite in self.evaluation.suite if 0 < suite.temperature < least]:
             yield f"evaluation.suite {low[0]}: vLLM samples at no temperature below {least}, except 0 (greedy)"
         if self.learner.parallel == "sharded" and self.model.trains_adapters:

@@ -247,7 +247,7 @@ class ForeignSection(Section):
         if bool(self.path) != bool(self.share):
             yield "path and a share above 0 go together: set both or neither"
 
-    def places(self, group_size: int) -> int:
+    def rollouts_per_group(self, group_size: int) -> int:
         """How many rollouts of a group it samples."""
         return min(max(round(self.share * group_size), 1), group_size - 1) if self.share else 0
 
@@ -279,15 +279,15 @@ class SamplerSection(Section):
     def _contradictions(self) -> Iterator[str]:
         if self.engine == "server" and not self.server.urls:
             yield 'engine = "server" needs server.urls, as in ["http://localhost:8000"]'
-        if self.is_foreign and self.temperature < LEAST_VLLM_TEMPERATURE:
+        if self.is_external and self.temperature < LEAST_VLLM_TEMPERATURE:
             yield f"vLLM samples at no temperature below {LEAST_VLLM_TEMPERATURE}: raise it, or engine = hf"
-        if self.is_foreign and self.weights != "exact":
+        if self.is_external and self.weights != "exact":
             yield f'weights = "{self.weights}" needs engine = "hf": {self.engine} loads its own weights'
-        if self.is_foreign and self.foreign.share:
+        if self.is_external and self.foreign.share:
             yield f'foreign needs engine = "hf": {self.engine} has one policy at a time'
 
     @property
-    def is_foreign(self) -> bool:
+    def is_external(self) -> bool:
         """Whether the engine has processes and limits of its own; `auto` may be one that has not."""
         return self.engine in ("vllm", "server")
 

@@ -49,6 +49,11 @@ def embedded_policy(path: str) -> str:
     return name if name in embedded_policies() else ""
 
 
+def is_hub_name(text: str) -> bool:
+    """Whether a text has the form `owner/name` of a repository on a hub; a directory of that name may exist, too."""
+    return text.count("/") == 1 and not text.startswith((".", "/", "~"))
+
+
 def resolve_model(path: str, task: str = "") -> str:
     """The directory or hub name of `model.path`; `auto` is the embedded policy of the task."""
     if path == "auto" and task not in embedded_policies():
@@ -64,7 +69,7 @@ def resolve_model(path: str, task: str = "") -> str:
         if not (directory / "config.json").is_file():
             raise ModelError(f"{directory} has no config.json: it is no Hugging Face model directory, or incomplete")
         return str(directory)
-    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+    if not is_hub_name(path):
         known = nearest(path, [*embedded_policies(), SMOLLM2])
         raise ModelError(f"{path} is not a directory; embedded policies: {known.removeprefix('known: ')}")
     _check_hub(path)

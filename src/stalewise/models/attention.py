@@ -254,7 +254,7 @@ def refuse_unknown(module: Any, attention_mask: Any, others: dict[str, Any]) -> 
 
 
 @torch.no_grad()
-def packs(model: Any, precision: torch.dtype = torch.float32) -> bool:
+def supports_packing(model: Any, precision: torch.dtype = torch.float32) -> bool:
     """Whether the model computes the same for packed segments as for separate rows, found by trying it."""
     size, before = model.get_input_embeddings().weight.shape[0], model.config._attn_implementation
     prompt, *responses = (torch.arange(n, device=model.device) * step % size for n, step in ((5, 7), (4, 3), (8, 5)))

@@ -1,4 +1,4 @@
-"""Compiles parts of a model where it pays: on GPUs that train for much longer than the minute of compiling."""
+"""Compiles or fuses parts of a model, captures CUDA graphs, and decides when either is worthwhile."""
 
 from __future__ import annotations
 
@@ -19,51 +19,52 @@ from stalewise.models.kernels import can_compile
 
 Backend = Callable[[Any, Any], Any]
 
-# Smaller models and shorter runs do not earn back the time of compiling.
+# For smaller models and shorter runs, compiling takes more time than it saves.
 WORTHWHILE_PARAMETERS = 50_000_000
 WORTHWHILE_UPDATES = 512
-# Nor do these: compiled layers of 0.5B run 2% slower than plain ones with fused operators and take 16 GB more
-# (benchmarks/results/learner-h200.json).
+# Compiled layers of larger models are no faster: those of 0.5B run 2% slower than plain ones with fused operators, and
+# take 16 GB more (benchmarks/results/learner-h200.json).
 LARGEST_COMPILED = 300_000_000
-# Bytes that a trainer holds per parameter before it learns: weights, gradients, both in bfloat16, and moments; for a
-# frozen one, weights. Graphs keep activations, which need about as much again.
+# Bytes that a trainer always holds per parameter: weights and gradients, both also in bfloat16, and MOMENT_BYTES; for a
+# frozen parameter, weights alone. Graphs keep activations, which need about as much again.
 TRAINED_BYTES, FROZEN_BYTES = 12, 6
 MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2}
-# Logits are kept for the backward pass up to this share of a GPU's memory, if the output layer is as large a share of
-# the parameters: computing them again takes a quarter of its time.
+# Logits are kept for the backward pass up to this share of a GPU's memory, if the output layer has at least
+# LARGE_OUTPUT of the parameters: computing the logits again takes a quarter of the layer's time.
 KEPT_LOGITS, LARGE_OUTPUT = 1 / 16, 0.1
+SHORT_SHARE = 0.25  # of a GPU's memory: cached memory is freed before a capture if less is free
 
 
-def compiling_pays(choice: str, updates: int, model: Any) -> bool:
-    """Whether layers are compiled: `choice` is `learner.compile`; `auto` compiles large models for long runs."""
+def should_compile(choice: str, updates: int, model: Any) -> bool:
+    """Whether to compile layers; `choice` is `learner.compile`, where `auto` compiles large models for long runs."""
     is_large = model.device.type == "cuda" and _parameters(model) >= WORTHWHILE_PARAMETERS
-    pays = is_large and updates >= WORTHWHILE_UPDATES and can_compile()
-    return choice in ("always", "layers") or (choice == "auto" and pays)
+    is_worthwhile = is_large and updates >= WORTHWHILE_UPDATES and can_compile()
+    return choice in ("always", "layers") or (choice == "auto" and is_worthwhile)
 
 
-def recording_pays(choice: str, model: Any, moments: str = "float32") -> bool:
-    """Whether the trainer's passes are recorded as CUDA graphs; `auto` records if the GPU has the memory."""
+def should_capture_graphs(choice: str, model: Any, moments: str = "float32") -> bool:
+    """Whether to capture the trainer's passes as CUDA graphs; with `auto`, if the GPU has enough memory."""
     if choice != "auto" or model.device.type != "cuda":
         return choice in ("always", "graphs")
-    return leaves_half(*_counts(model), moments, torch.cuda.get_device_properties(model.device).total_memory)
+    return fits_in_half(*_counts(model), moments, torch.cuda.get_device_properties(model.device).total_memory)
 
 
 def kept_logits(model: Any, moments: str) -> int:
-    """Up to how many bytes of logits are kept for the backward pass, which computes them again without."""
+    """How many bytes of logits may be kept for the backward pass, which computes the others again."""
     if model.device.type != "cuda":
         return 0
     output = model.get_output_embeddings().weight.numel()
-    return most_logits(*_counts(model), output, moments, torch.cuda.get_device_properties(model.device).total_memory)
+    return logit_budget(*_counts(model), output, moments, torch.cuda.get_device_properties(model.device).total_memory)
 
 
-def most_logits(parameters: int, trained: int, output: int, moments: str, memory: int) -> int:
-    """The same for numbers of parameters: all, trained, and of the output layer."""
-    pays = output >= LARGE_OUTPUT * parameters and leaves_half(parameters, trained, moments, memory)
-    return int(KEPT_LOGITS * memory) if pays else 0
+def logit_budget(parameters: int, trained: int, output: int, moments: str, memory: int) -> int:
+    """`kept_logits` for given numbers of parameters: all, trained ones, and those of the output layer."""
+    is_worthwhile = output >= LARGE_OUTPUT * parameters and fits_in_half(parameters, trained, moments, memory)
+    return int(KEPT_LOGITS * memory) if is_worthwhile else 0
 
 
-def leaves_half(parameters: int, trained: int, moments: str, memory: int) -> bool:
-    """Whether what a trainer holds for good leaves half of a GPU's memory to a micro-batch."""
+def fits_in_half(parameters: int, trained: int, moments: str, memory: int) -> bool:
+    """Whether what a trainer always holds fits in half of a GPU's memory; micro-batches need the other half."""
     return 2 * ((TRAINED_BYTES + MOMENT_BYTES[moments]) * trained + FROZEN_BYTES * (parameters - trained)) <= memory
 
 
@@ -77,10 +78,10 @@ def _parameters(model: Any) -> int:
 
 
 def optimize_layers(model: Any, config: RunConfig, *, is_sharded: bool, log: Callable[[str], object]) -> bool:
-    """Compile the layers if that pays, else fuse some of their operators; returns whether they are compiled."""
-    # Layers sharded over ranks stay as they are: the gain was never measured there.
+    """Compile the layers if that is worthwhile, else fuse some operators; returns whether they are compiled."""
+    # Layers that are sharded over ranks are left as they are: no gain was measured there.
     learner = config.learner
-    compiled = not is_sharded and compiling_pays(learner.compile, config.schedule.updates, model)
+    compiled = not is_sharded and should_compile(learner.compile, config.schedule.updates, model)
     if learner.compile == "auto" and (learner.gradient_checkpointing or _parameters(model) > LARGEST_COMPILED):
         compiled = False
     if compiled:
@@ -96,36 +97,33 @@ def optimize_layers(model: Any, config: RunConfig, *, is_sharded: bool, log: Cal
 
 
 def compile_layers(model: Any, keep_activations: float = 1.0, backend: str | Backend = "inductor") -> None:
-    """Compile each layer by itself: they are alike, so one compilation serves all. Weights keep their names.
+    """Compile each layer by itself: layers are alike, so one compilation is used for all. Weights keep their names.
 
     `keep_activations` is the share of its activations that a layer may keep for the backward pass.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    chosen = lookup_backend(backend) if isinstance(backend, str) else backend
+    compiler = lookup_backend(backend) if isinstance(backend, str) else backend
     if keep_activations < 1:
-        chosen = partial(_compile_within, keep_activations, chosen)
+        compiler = partial(_compile_with_budget, keep_activations, compiler)
     for module in model.modules():
         if type(module).__name__ in names:
-            module.compile(dynamic=True, backend=chosen)
+            module.compile(dynamic=True, backend=compiler)
 
 
-def _compile_within(keep_activations: float, backend: Backend, graph: Any, inputs: Any) -> Any:
+def _compile_with_budget(keep_activations: float, backend: Backend, graph: Any, inputs: Any) -> Any:
     with functorch_config.patch(activation_memory_budget=keep_activations):
         return backend(graph, inputs)
 
 
 def compile_pieces(model: Any, backend: str = "inductor") -> None:
-    """Compile what is around attention, for decoding: a compiler cannot follow the writes to the cache."""
+    """Compile norms and MLPs for decoding, but not attention: the compiler cannot trace its writes to the cache."""
     for module in model.modules():
         if type(module).__name__.endswith(("RMSNorm", "MLP")):
             module.compile(dynamic=True, backend=backend)
 
 
-SHORT_SHARE = 0.25  # of a GPU's memory: if less is free, cached memory is freed first
-
-
-def make_room() -> None:
-    """Free cached memory if a GPU's is short: the pool of CUDA graphs cannot take it over when it has to grow."""
+def free_cache_for_graphs() -> None:
+    """Free cached GPU memory when little is free: a CUDA-graph pool cannot reuse the allocator's cache."""
     free, total = torch.cuda.mem_get_info()
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     if free < max(SHORT_SHARE * total, cached):
@@ -134,14 +132,14 @@ def make_room() -> None:
 
 
 def free_cached() -> None:
-    """Give cached memory back to the GPU; waits for it."""
-    torch.cuda.synchronize()  # expandable segments are unmapped only when their stream is done
+    """Free cached GPU memory, and wait until that is done."""
+    torch.cuda.synchronize()  # expandable segments are unmapped only after the work of their stream
     torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager
 def without_collecting() -> Iterator[None]:
-    """Turn garbage collection off: a graph or a pool that is freed in the middle would break what is done within."""
+    """Turn garbage collection off within the context: a graph or a pool that is freed would break a capture."""
     if not gc.isenabled():
         yield
         return
@@ -154,15 +152,15 @@ def without_collecting() -> Iterator[None]:
 
 @contextlib.contextmanager
 def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> Iterator[None]:
-    """Record what is launched within as the graph, without running it. Graphs may share the memory of a `pool`.
+    """Capture the kernels launched within the context as a graph, without running them. Graphs may share a `pool`.
 
-    `torch.cuda.graph` first synchronises and frees all cached memory, also page-locked memory. Allocating it again took
-    longer than the recording.
+    `torch.cuda.graph` would first synchronise and free all cached memory, page-locked memory included. Allocating that
+    again took longer than the capture.
     """
-    make_room()
+    free_cache_for_graphs()
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     with torch.cuda.stream(stream), without_collecting():
-        # Other threads, such as those that watch several devices, may call the driver.
+        # "thread_local": other threads, such as those that watch several devices, may call the driver meanwhile.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             yield
@@ -183,7 +181,7 @@ def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
     try:
         graph.capture_end()
     except RuntimeError:
-        # Older releases of torch leave the allocator in recording mode: it would refuse the pool from now on.
+        # Older releases of torch leave the allocator in capture mode, in which it refuses this pool.
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         raise

@@ -1,6 +1,6 @@
 """Fused operators for GPUs: one norm operator for transformers' eight, one kernel each for gates and rotations.
 
-Norms, gates and the learner's rotations are replaced in models whose layers are not compiled, other rotations in
+Norms, gates and the trainer's rotations are replaced in models whose layers are not compiled, other rotations in
 decoding steps. The sampler's model also has one product for layers with the same input, and residual sums within
 products (`fuse_for_decoding`). Names say little about what a module computes, so all are compared with the original on
 test inputs.
@@ -168,7 +168,7 @@ def _some_logits(model: Any) -> Tensor:
 
 
 def _same_logits(logits: Tensor, expected: Tensor) -> bool:
-    """Up to rounding in another order, as in `attention.packs`."""
+    """Up to rounding in another order, as in `attention.supports_packing`."""
     tolerance = 1e-4 if expected.dtype is torch.float32 else 0.05
     return bool((logits.float() - expected.float()).abs().max() <= tolerance * expected.float().abs().max())
 
@@ -297,7 +297,9 @@ class _AddingLinear:
         try:
             output = call()
             if output is not residual and self.residual is None:
-                raise RuntimeError("a module changes the output of what is said to be its last layer")
+                raise RuntimeError(
+                    "a module modifies the output of its last linear layer, so the residual cannot be fused"
+                )
             return residual if output is residual else residual + output
         finally:
             self.residual = None
@@ -312,7 +314,7 @@ class _AddingLinear:
         return residual
 
 
-# ---------------------------------------------------------------- the learner's layers
+# ---------------------------------------------------------------- the trainer's layers
 
 
 @torch.no_grad()
@@ -363,7 +365,7 @@ class _NormingLayer:
 
 
 def fuse_training_rotation(model: Any) -> bool:
-    """Let the learner rotate the queries and keys of packed tokens by one kernel, if it computes what the model does.
+    """Let the trainer rotate the queries and keys of packed tokens by one kernel, if it computes what the model does.
 
     It replaces a function of the modeling file for good: layers that are recomputed call it in the backward pass.
     """

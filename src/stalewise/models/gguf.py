@@ -118,7 +118,7 @@ def _fill(directory: Path, weights: Path, sha256: str) -> None:
 
 @contextlib.contextmanager
 def _turn(directory: Path) -> Iterator[None]:
-    """One process converts and the others wait; where the file system has no locks, the first to be done counts."""
+    """Only one process converts at a time; on file systems without locks, the first to finish wins."""
     make_directory(directory.parent)
     lock = directory.with_name(f".{directory.name}.lock")
     with open(lock, "w") as file:

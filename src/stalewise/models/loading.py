@@ -16,27 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 from transformers.utils import logging as transformers_logging
 
 from stalewise.errors import ModelError
-from stalewise.models import (
-    EMBEDDED,
-    embedded_policies,
-    embedded_policy,
-    find_device,
-    first_line,
-    loading_error,
-    pick_device,
-    pick_precision,
-    resolve_model,
-)
+from stalewise.models import first_line, loading_error, pick_device
+from stalewise.models import resolve_model as resolve_model  # earlier documentation imports it from here
 from stalewise.types import Prompt
-
-# As before they moved.
-__all__ = ["EMBEDDED", "embedded_policies", "embedded_policy", "loading_error", "resolve_model"]
-__all__ += ["find_device", "pick_device", "pick_precision"]
 
 # They would break our own progress bars.
 transformers_logging.disable_progress_bar()
@@ -129,6 +116,15 @@ def _check_weights(path: str) -> None:
             raise ModelError(f"{directory} is incomplete: {', '.join(missing)} missing")
     elif directory.is_dir() and not list(directory.glob("*.safetensors")):
         raise ModelError(f"{directory} has no *.safetensors: it is incomplete, or its weights are in another format")
+
+
+def tensor_names(weights: Path) -> frozenset[str]:
+    """Names of the tensors in a safetensors file, read from its header; ModelError if the file is damaged."""
+    try:
+        with safe_open(weights, framework="pt") as file:
+            return frozenset(file.keys())
+    except SafetensorError as error:
+        raise ModelError(f"{weights} cannot be read ({error}): copy it again") from error
 
 
 def load_tokenizer(path: str) -> Any:

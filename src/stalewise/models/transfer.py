@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64  # bytes, so that kernels can use wide loads
-UNDISTURBED = threading.Lock()  # held while a CUDA graph is captured: no other thread may call the driver
+CAPTURE_LOCK = threading.Lock()  # held while a CUDA graph is captured: no other thread may call the driver
 PIECE = 2**24  # bytes
 PAGE = 4096  # bytes: the system maps memory in pages of this size or larger ones
 THREADS = 8
@@ -42,7 +42,7 @@ def send(arrays: Mapping[str, np.ndarray], device: torch.device) -> tuple[Tensor
     for name, array in arrays.items():
         starts[name] = end
         end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-    with UNDISTURBED:
+    with CAPTURE_LOCK:
         here = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
         whole = here.numpy()
         for name, array in arrays.items():
@@ -64,7 +64,7 @@ def _view(buffer: Tensor, start: int, array: np.ndarray) -> Tensor:
 
 
 def host_copies(*files: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The tensors of some files in host memory; those already there are not copied, shared ones are copied once."""
+    """Host copies of the tensors of some files; tensors on the host are not copied, shared ones are copied once."""
     there: dict[tuple[object, ...], Tensor] = {}
     here: dict[tuple[object, ...], Tensor] = {}
 
@@ -97,18 +97,21 @@ class HostBuffers:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def reserve(self, shapes: Mapping[tuple[str, str], tuple[torch.Size, torch.dtype]]) -> None:
-        """Get memory for tensors, by file and name, and write to every page, so that the system maps it now.
+        """Allocate memory for tensors, by file and name, and write to every page, so that the system maps it now.
 
-        By several threads: on a virtual machine, one maps less than 1 GB a second.
+        Several threads do this: on a virtual machine, one thread maps less than 1 GB a second.
         """
         missing = {key: shape for key, shape in shapes.items() if key not in self._buffers}
         new = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in missing.items()}
         with ThreadPoolExecutor(THREADS) as threads:
-            list(threads.map(_map_pages, (piece for one in new.values() for piece in _pieces(one))))
+            list(threads.map(_map_pages, (piece for tensor in new.values() for piece in _pieces(tensor))))
         self._buffers |= new
 
     def copy(self, file: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a file as they are now, until the file is copied again. They may be made one by one."""
+        """Copy the tensors of a file; the copies are valid until the same file is copied again.
+
+        `tensors` is iterated once, so that it may make them one by one.
+        """
         copies: dict[str, Tensor] = {}
         waiting: list[tuple[Tensor, Tensor]] = []
         for name, tensor in tensors.items():
@@ -138,46 +141,51 @@ def _map_pages(piece: Tensor) -> None:
 
 
 class StorageOffload:
-    """Lets the memory behind tensors wait on the host; their storages on the device are empty meanwhile.
+    """Moves tensor storages to host memory and back; the tensors stay valid, with empty storages meanwhile.
 
-    What shared a storage before shares it afterwards: views, parts of a joined tensor, tensors that only a closure
+    Tensors that shared a storage share it afterwards, too: views, parts of a joined tensor, tensors that only a closure
     holds. Addresses change.
     """
 
     def __init__(self) -> None:
         self._buffers = HostBuffers()
-        # Each with its size, and its bytes on the host unless they were dropped.
+        # Storage, its size, and its bytes on the host (None: they were dropped).
         self._away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
 
     @property
     def is_away(self) -> bool:
-        """Whether memory waits on the host."""
+        """Whether storages are in host memory."""
         return bool(self._away)
 
-    def leave(self, tensors: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
-        """Copy the memory behind these tensors to the host and free it; small storages stay.
+    def offload(self, tensors: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
+        """Copy the storages of these tensors to the host and free them on the device; small storages stay.
 
-        What the tensors in `dropped` fill is freed without a copy: they must be replaced on coming back.
+        A storage that the tensors in `dropped` fill completely is freed without a copy. `reload` must get these tensors
+        as `replaced`.
         """
         if self._away:
             return
-        chosen = [one for one in tensors if one.untyped_storage().nbytes() > SMALL]
-        _make_resizable(chosen)
-        storages = list({(one := tensor.untyped_storage()).data_ptr(): one for tensor in chosen}.values())
+        large = [tensor for tensor in tensors if tensor.untyped_storage().nbytes() > SMALL]
+        _make_resizable(large)
+        storages = list({(storage := tensor.untyped_storage()).data_ptr(): storage for tensor in large}.values())
         is_dropped = _filled_by(dropped)
-        kept = {place: _all_bytes(one) for place, one in enumerate(storages) if not is_dropped(one, one.nbytes())}
-        copies = self._buffers.copy("", {str(place): data for place, data in kept.items()})
-        self._away = [(one, one.nbytes(), copies.get(str(place))) for place, one in enumerate(storages)]
+        kept = {
+            str(index): _all_bytes(storage)
+            for index, storage in enumerate(storages)
+            if not is_dropped(storage, storage.nbytes())
+        }
+        copies = self._buffers.copy("", kept)
+        self._away = [(storage, storage.nbytes(), copies.get(str(index))) for index, storage in enumerate(storages)]
         for storage in storages:
             storage.resize_(0)
 
-    def come_back(self, replaced: Iterable[Tensor] = ()) -> None:
-        """Undo `leave`. Values of the tensors in `replaced` may be anything: the caller overwrites them."""
+    def reload(self, replaced: Iterable[Tensor] = ()) -> None:
+        """Undo `offload`. The tensors in `replaced` get arbitrary values: the caller overwrites them."""
         for storage, nbytes, _ in self._away:
             storage.resize_(nbytes)
         is_replaced = _filled_by(replaced)
-        missing = [one for one in self._away if not is_replaced(*one[:2])]
-        pairs = [(copy, _all_bytes(storage)) for storage, _, copy in missing if copy is not None]
+        missing = [(storage, copy) for storage, nbytes, copy in self._away if not is_replaced(storage, nbytes)]
+        pairs = [(copy, _all_bytes(storage)) for storage, copy in missing if copy is not None]
         if len(pairs) < len(missing):
             for storage, _, _ in self._away:
                 storage.resize_(0)
@@ -192,7 +200,7 @@ def _all_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _filled_by(tensors: Iterable[Tensor]) -> Callable[[torch.UntypedStorage, int], bool]:
-    """Tells of a storage and its size whether these tensors have all of its bytes."""
+    """Returns a function of a storage and its size: whether these tensors cover all of its bytes."""
     spans: dict[int, list[tuple[int, int]]] = {}
     for tensor in tensors:
         start = tensor.data_ptr()
@@ -210,7 +218,7 @@ def _filled_by(tensors: Iterable[Tensor]) -> Callable[[torch.UntypedStorage, int
 
 
 def _make_resizable(tensors: Iterable[Tensor]) -> None:
-    """Give tensors whose memory torch did not allocate, as that of a mapped file, memory that it did."""
+    """Copy tensors whose memory torch did not allocate, such as a mapped file's, to memory that it did."""
     own: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -218,13 +226,12 @@ def _make_resizable(tensors: Iterable[Tensor]) -> None:
             continue
         if storage.data_ptr() not in own:
             own[storage.data_ptr()] = storage.clone()
-        place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        moved = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        tensor.data = moved.set_(own[storage.data_ptr()], *place)
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        tensor.data = view.set_(own[storage.data_ptr()], tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def restore(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
-    """Copy the first tensor of each pair, on the host, to the second, on the device; ends when all are there."""
+    """Copy the first tensor of each pair, on the host, to the second, on the device; returns when all are copied."""
     if device.type != "cuda":
         for here, there in pairs:
             there.copy_(here)
@@ -242,31 +249,31 @@ def replace_weights(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Copy the first tensor of each pair to the second, whatever their types and devices are."""
     waiting: list[tuple[Tensor, Tensor]] = []
     for new, old in pairs:
-        if not _from_the_host(new, old):
+        if not _is_upload(new, old):
             old.copy_(new)
             continue
         waiting.append((new, old))
         if sum(pair[0].nbytes for pair in waiting) > AT_ONCE:
-            _bring(waiting)
+            _copy_from_host(waiting)
             waiting = []
-    _bring(waiting)
+    _copy_from_host(waiting)
 
 
-def _from_the_host(new: Tensor, old: Tensor) -> bool:
+def _is_upload(new: Tensor, old: Tensor) -> bool:
     return old.is_cuda and not new.is_cuda
 
 
-def _bring(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _copy_from_host(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy tensors from the host; those of another type are converted on the device."""
 
-    def place(new: Tensor, old: Tensor) -> Tensor:
+    def target(new: Tensor, old: Tensor) -> Tensor:
         fits = old.dtype == new.dtype and old.is_contiguous()
         return old if fits else torch.empty(new.shape, dtype=new.dtype, device=old.device)
 
-    places = [place(new, old) for new, old in pairs]
+    targets = [target(new, old) for new, old in pairs]
     if pairs:
-        restore([(new.contiguous(), there) for (new, _), there in zip(pairs, places, strict=True)], places[0].device)
-    for (_, old), there in zip(pairs, places, strict=True):
+        restore([(new.contiguous(), there) for (new, _), there in zip(pairs, targets, strict=True)], targets[0].device)
+    for (_, old), there in zip(pairs, targets, strict=True):
         if there is not old:
             old.copy_(there)
 
@@ -288,18 +295,17 @@ def _in_threads(
     copy: Callable[[Tensor, Tensor, Tensor, torch.cuda.Stream], None],
 ) -> None:
     """Call `copy` with bytes of both tensors of a pair, as much pinned memory, and a stream; piece by piece."""
-    split = (map(_pieces, pair) for pair in pairs)
-    pieces = [piece for one, other in split for piece in zip(one, other, strict=True)]
+    pieces = [both for first, second in pairs for both in zip(_pieces(first), _pieces(second), strict=True)]
     ready = torch.cuda.Event()
     with torch.cuda.device(device):
         ready.record()
 
-    def work(first: int) -> None:
+    def work(thread: int) -> None:
         with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream()):
             stream.wait_event(ready)  # the memory may be another kernel's until then
             pinned = _pinned_piece()
-            for one, other in pieces[first::THREADS]:
-                copy(one, other, pinned[: len(one)], stream)
+            for first, second in pieces[thread::THREADS]:
+                copy(first, second, pinned[: len(first)], stream)
 
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(work, range(min(THREADS, len(pieces)))))
@@ -308,5 +314,5 @@ def _in_threads(
 def _pinned_piece() -> Tensor:
     try:
         return torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError:  # the system pins no more: ordinary memory, which is slower
+    except RuntimeError:  # the system pins no more memory: ordinary memory is slower, but works
         return torch.empty(PIECE, dtype=torch.uint8)

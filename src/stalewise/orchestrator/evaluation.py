@@ -25,7 +25,7 @@ from stalewise.config.sections import SamplerSection, SuiteSection
 from stalewise.errors import ConfigError, StoreError, TaskError, nearest
 from stalewise.models import embedded_policies, embedded_policy, resolve_model
 from stalewise.orchestrator.contamination import seen_in_training
-from stalewise.rollout.sampler import Sampler
+from stalewise.rollout.sampler import Sampler, token_limit
 from stalewise.statistics import Interval, bootstrap
 from stalewise.store import checkpoints
 from stalewise.store.records import LARGEST
@@ -381,9 +381,8 @@ def evaluate_suite(
     scores: ScoreCheck | None = None,
 ) -> Evaluation:
     """Evaluate a checkpoint on the first `prompts` prompts of a suite."""
-    limit = sampler.max_new_tokens
-    sampler.max_new_tokens = suite.max_new_tokens or limit
-    try:
+    limit = suite.max_new_tokens or sampler.max_new_tokens
+    with token_limit(sampler, limit):
         result = evaluate_checkpoint(
             checkpoint,
             version=version,
@@ -396,10 +395,8 @@ def evaluate_suite(
             scores=scores,
             settings=sampling_of(suite),
         )
-        settings = {"temperature": suite.temperature, "top_p": suite.top_p, "max_new_tokens": sampler.max_new_tokens}
-        return replace(result, suite=suite.label, settings=settings)
-    finally:
-        sampler.max_new_tokens = limit
+    settings = {"temperature": suite.temperature, "top_p": suite.top_p, "max_new_tokens": limit}
+    return replace(result, suite=suite.label, settings=settings)
 
 
 def sampling_of(suite: SuiteSection) -> SamplerSettings:

@@ -20,14 +20,13 @@ import torch
 from stalewise.config import RunConfig
 from stalewise.config.sections import ModelSection
 from stalewise.errors import ModelError, StalewiseError
+from stalewise.models import pick_device, pick_precision
 from stalewise.models.loading import (
     context_length,
     encode_prompts,
     load_model,
     load_model_config,
     load_tokenizer,
-    pick_device,
-    pick_precision,
     pick_weights_dtype,
 )
 from stalewise.models.plain_forward import Agreement, compare, failure, layer_count, plain_logits, tolerance

@@ -25,7 +25,8 @@ from stalewise.config import RunConfig, ScheduleSection, make_config
 from stalewise.config.run_directory import RESOLVED, is_started, read_config, run_nearby
 from stalewise.config.sections import ModelSection
 from stalewise.errors import ConfigError, ModelError, StoreError
-from stalewise.models.loading import load_tokenizer, resolve_model, vocabulary_size
+from stalewise.models import resolve_model
+from stalewise.models.loading import load_tokenizer, vocabulary_size
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.staleness.schedule import BatchSpan, ListedSchedule, Schedule
 from stalewise.store import atomic, checkpoints

@@ -17,16 +17,16 @@ from pathlib import Path
 
 from stalewise.config import make_config
 from stalewise.config.run_directory import read_config
-from stalewise.distributed import environment_of_a_child
+from stalewise.distributed import child_environment
 from stalewise.errors import EngineError, StalewiseError, StoreError
-from stalewise.models.loading import find_device
+from stalewise.models import find_device
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.planning.memory import device_memory, estimate, generator_elsewhere
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.staleness.schedule import Schedule
 from stalewise.store import atomic, checkpoints, committed_shards
-from stalewise.tasks.base import command_of_a_child
+from stalewise.tasks.base import child_command
 from stalewise.types import NullCallback
 
 JOURNAL = "journal-generator.jsonl"
@@ -48,12 +48,12 @@ class BackgroundGeneration(RolloutSource):
         self.log_path = run.directory / LOG
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                command_of_a_child("stalewise.orchestrator.pipelined", str(run.directory)),
+                child_command("stalewise.orchestrator.pipelined", str(run.directory)),
                 stdin=subprocess.PIPE,  # closed when this process ends, which ends the generator
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C goes to this process, which then ends the other
-                env=environment_of_a_child(),
+                env=child_environment(),
             )
 
     def stop(self) -> None:

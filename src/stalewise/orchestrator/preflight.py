@@ -23,7 +23,7 @@ from stalewise.models import import_packages, pick_device, pick_precision, resol
 from stalewise.orchestrator.checkpoint_writer import fits_beside
 from stalewise.orchestrator.evaluation import Suites
 from stalewise.reporting.trackers import check_installed
-from stalewise.rollout.sampler import Request, Sampler
+from stalewise.rollout.sampler import Request, Sampler, token_limit
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.tasks import Task, close_task
 from stalewise.tasks.callables import fingerprint
@@ -292,7 +292,7 @@ class _Preflight:
 
         foreign, group_size = self.config.sampler.foreign, self.config.batch.group_size
         check_second_policy(self.config.sampler.foreign, Path(self.source), task)
-        makes = f"makes {foreign.places(group_size)} of the {group_size} rollouts of a group"
+        makes = f"makes {foreign.rollouts_per_group(group_size)} of the {group_size} rollouts of a group"
         return "ok", f"{foreign.path} has the same tokens and {makes}"
 
     def _reference(self) -> tuple[Status, str]:
@@ -412,7 +412,6 @@ def _sampling(task: Task, sampler: Sampler) -> tuple[Status, str]:
     from stalewise.rollout.generate import shown_prompts
 
     _, encoded = shown_prompts(task, task.prompts(0, 1), sampler.tokenizer)
-    limit, sampler.max_new_tokens = sampler.max_new_tokens, 1
-    response = sampler.sample([Request(encoded[0], seed=0)])[0]
-    sampler.max_new_tokens = limit
+    with token_limit(sampler, 1):
+        response = sampler.sample([Request(encoded[0], seed=0)])[0]
     return "ok", f"the first token of a response is {response.token_ids[0]}, {response.text!r}"

@@ -22,7 +22,7 @@ from stalewise.config import RunConfig, make_config
 from stalewise.config.run import settings_record
 from stalewise.config.run_directory import check_identity, is_started
 from stalewise.errors import ConfigError, ModelError, StoreError, TaskError, nearest
-from stalewise.models.loading import embedded_policy
+from stalewise.models import embedded_policy
 from stalewise.objectives.registry import Objective, get_objective, register_objective
 from stalewise.orchestrator.setup import resolve_settings
 from stalewise.store import atomic

@@ -21,7 +21,7 @@ from stalewise.config.run_directory import RunResult, flatten, read_result
 from stalewise.config.sections import ModelSection, ObjectiveSection
 from stalewise.distributed import ALONE, Message, Ranks, explain_lost_ranks, join, launched
 from stalewise.errors import ConfigError, RankError, StalewiseError, StoppedByFirst, StoreError
-from stalewise.models.loading import pick_device
+from stalewise.models import pick_device
 from stalewise.rollout.workers.rank_workers import RolloutRank
 from stalewise.rollout.workers.worker import RunLocation
 from stalewise.store import Batch, TokenColumn, open_batch

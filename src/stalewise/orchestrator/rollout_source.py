@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from stalewise.config import ScheduleSection
 from stalewise.config.sections import ModelSection
 from stalewise.errors import TaskError
-from stalewise.models.loading import resolve_model
+from stalewise.models import resolve_model
 from stalewise.orchestrator.ranks import compute_reference
 from stalewise.orchestrator.stages import read_schedule
 from stalewise.orchestrator.update_loop import release_trainer_memory, selection_of
@@ -124,7 +124,7 @@ def _order_shards(run: Orchestrator, plan: BatchPlan, checkpoint: Path) -> Shard
 
     # Other ranks, workers and engines read the policy from the directory or the object store. A foreign policy is
     # compared with its files, and so are shards that exist already.
-    alone = not (run.ranks.others or run.config.storage.url or plan.foreign_places)
+    alone = not (run.ranks.others or run.config.storage.url or plan.foreign_rollouts)
     takes = isinstance(run.sampler, LiveSampler) and run.config.workers.learner == "shares"
     is_new = not committed_shards(directory)
     if alone and takes and is_new:

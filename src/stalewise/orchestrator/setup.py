@@ -25,15 +25,8 @@ from stalewise.config.run_directory import (
 )
 from stalewise.config.sections import ModelSection, SamplerSection, ScheduleSection
 from stalewise.errors import CalibrationError, ConfigError, StoreError
-from stalewise.models.loading import (
-    encode_prompts,
-    load_model,
-    load_tokenizer,
-    pick_device,
-    pick_precision,
-    pick_weights_dtype,
-    resolve_model,
-)
+from stalewise.models import pick_device, pick_precision, resolve_model
+from stalewise.models.loading import encode_prompts, load_model, load_tokenizer, pick_weights_dtype
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.planning.grid import rate_name
 from stalewise.planning.memory import GIB, estimate

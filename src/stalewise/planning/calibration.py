@@ -97,7 +97,7 @@ def fingerprint(source: str) -> str:
         return fingerprint_of_files(Path(source))
     from transformers import AutoConfig
 
-    from stalewise.models.loading import loading_error
+    from stalewise.models import loading_error
 
     try:
         described = AutoConfig.from_pretrained(source, trust_remote_code=False)

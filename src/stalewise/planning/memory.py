@@ -22,9 +22,10 @@ from safetensors import SafetensorError, safe_open
 from stalewise.config import LoraSection, RunConfig
 from stalewise.config.sections import ModelSection, ObjectiveSection, SamplerSection, ScheduleSection
 from stalewise.errors import ModelError
-from stalewise.models.compilation import MOMENT_BYTES, leaves_half, most_logits
+from stalewise.models import find_device, pick_device, pick_precision
+from stalewise.models.compilation import MOMENT_BYTES, fits_in_half, logit_budget
 from stalewise.models.kernels import can_compile
-from stalewise.models.loading import find_device, pick_device, pick_precision, pick_weights_dtype
+from stalewise.models.loading import pick_weights_dtype
 from stalewise.objectives import get_objective
 from stalewise.rollout.engines.paged_cache import (
     FEWEST_ROWS,
@@ -238,7 +239,7 @@ def estimate(
     precision = pick_precision(config.model.precision, device)
     weight = pick_weights_dtype(config.model.precision).itemsize
     adapters = config.model.trains_adapters
-    embedded = not config.sampler.is_foreign  # other engines have their own processes
+    embedded = not config.sampler.is_external  # other engines have their own processes
     trained, moments = shape.trained * (4 if adapters else weight) // shards, config.optimizer.moments
     certain = {
         "weights": shape.parameters * weight // shards + (trained if adapters else 0),
@@ -339,8 +340,8 @@ def _learning(
     kept = inputs + layer if learner.gradient_checkpointing else shape.layers * layer
     kept += int(GRADIENTS_OF_A_LAYER * layer) if fused else 0
     memory, moments, output = device_memory(device), config.optimizer.moments, shape.hidden * shape.vocabulary
-    leaves_room = on_gpu and leaves_half(shape.parameters, shape.trained, moments, memory)
-    kept_logits = most_logits(shape.parameters, shape.trained, output, moments, memory) if on_gpu else 0
+    leaves_room = on_gpu and fits_in_half(shape.parameters, shape.trained, moments, memory)
+    kept_logits = logit_budget(shape.parameters, shape.trained, output, moments, memory) if on_gpu else 0
     product = 2 if autocast else 4
     logits = kept_rows(tokens) * shape.vocabulary * product
     output_gradient = 0 if config.model.trains_adapters or not on_gpu else 4 * output

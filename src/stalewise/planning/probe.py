@@ -189,7 +189,7 @@ def _mean(values: Any) -> float:
 def _peak_memory(device_name: str) -> int:
     import torch
 
-    from stalewise.models.loading import pick_device
+    from stalewise.models import pick_device
 
     device = pick_device(device_name)
     if device.type == "cuda":

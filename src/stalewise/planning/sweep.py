@@ -26,7 +26,7 @@ from stalewise.planning.calibration import CollapseRule, Sweep, SweepRun
 from stalewise.planning.grid import OUTCOME, GridCell, describe_run, make_grid, outcome
 from stalewise.staleness.law import Estimate, fit
 from stalewise.store.atomic import read_json, write_atomic, write_json_atomic
-from stalewise.tasks.base import command_of_a_child
+from stalewise.tasks.base import child_command
 from stalewise.types import NullCallback, ProgressCallback
 
 COLLAPSED = 4  # exit status of `stalewise train` after a non-finite update or a stop by the guard
@@ -89,7 +89,7 @@ def sweep(
 
 def default_jobs(model: ModelSection) -> int:
     """As many parallel runs as the cores allow; one on a GPU, which several would share."""
-    from stalewise.models.loading import pick_device
+    from stalewise.models import pick_device
 
     if pick_device(model.device).type == "cuda":
         return 1
@@ -144,7 +144,7 @@ class SweepProcesses:
         if cell.is_complete or (cell.directory / OUTCOME).is_file():
             self._end(cell)
             return
-        command = command_of_a_child("stalewise", "train", str(cell.write_config()), "--json")
+        command = child_command("stalewise", "train", str(cell.write_config()), "--json")
         with open(cell.directory / LOG, "wb") as log:
             # Its own session: Ctrl-C reaches this process only, which ends the others one by one.
             self.running[cell] = subprocess.Popen(

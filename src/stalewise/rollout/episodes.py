@@ -1,8 +1,7 @@
-"""Episodes: the policy's turns and what an environment says between them, as one sequence of tokens.
+"""Episodes: the policy's turns and an environment's messages between them, as one sequence of tokens.
 
-Tokens that were sampled are never encoded again. What an environment says is encoded once, by itself, and put behind
-them. An episode ends when its environment is done, when it has no tokens or no turns left, or when its environment
-fails.
+Sampled tokens are never encoded again. The messages after a turn are encoded once, by themselves, and appended. An
+episode ends when its environment ends it or fails, or when it has no tokens or no turns left.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,18 +29,18 @@ from stalewise.types import POLICY, FinishReason, Prompt, Reward, SamplerSetting
 
 log = logging.getLogger(__name__)
 SHOWN = 200  # characters of an answer in the journal
-_SAID = "stalewise-said"  # stands for a turn of the policy while the text around turns is found
+_MARKER = "stalewise-said"  # stands for the policy's turn, to find the text that the chat template writes after it
 
 
 class TurnEncoder:
-    """Encodes what comes from outside: by the chat template, or as it is for prompts without a chat."""
+    """Encodes an environment's messages: by the chat template, or as plain text for prompts without a chat."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._stops = {text for text in (tokenizer.eos_token,) if text}
 
     def first(self, prompt: Prompt, messages: Sequence[ChatMessage]) -> Prompt:
-        """The prompt that shows these messages; `encode_prompts` encodes it."""
+        """The prompt with these first messages; `encode_prompts` encodes it."""
         if prompt.metadata.get("format") != "chat":
             return replace(prompt, text="".join(message["content"] for message in messages))
         *before, last = messages
@@ -57,30 +56,31 @@ class TurnEncoder:
         return replace(prompt, text=last["content"], metadata=metadata)
 
     def outside(self, prompt: Prompt, messages: Sequence[ChatMessage], *, ended: bool) -> list[int]:
-        """Tokens of messages after a turn, up to where the policy writes again; `ended`: the turn has its end token."""
+        """Tokens between a turn of the policy and its next one; `ended`: the turn ends with the end token."""
         is_chat = prompt.metadata.get("format") == "chat"
-        text = self._between(prompt, messages, ended) if is_chat else "".join(one["content"] for one in messages)
+        plain = "".join(message["content"] for message in messages)
+        text = self._between(prompt, messages, ended) if is_chat else plain
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _between(self, prompt: Prompt, messages: Sequence[ChatMessage], ended: bool) -> str:
-        """What the chat template writes between the policy's turn and its next one."""
+        """The text that the chat template writes between a turn of the policy and its next one."""
         variables = dict(json.loads(prompt.metadata.get("template", "[]")))
-        said: list[Any] = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _SAID}]
+        before: list[Any] = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARKER}]
         try:
             text: str = self.tokenizer.apply_chat_template(
-                [*said, *messages], tokenize=False, add_generation_prompt=True, **variables
+                [*before, *messages], tokenize=False, add_generation_prompt=True, **variables
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise self._inexpressible(
                 messages, f"it fails: {(str(error) or type(error).__name__).splitlines()[0]}"
             ) from error
-        if text.count(_SAID) != 1:
+        if text.count(_MARKER) != 1:
             raise self._inexpressible(messages, "it does not write the policy's turn once")
-        between = text.partition(_SAID)[2]
-        place = 0
+        between = text.partition(_MARKER)[2]
+        position = 0
         for message in messages:
-            place = between.find(message["content"].strip(), place)
-            if place < 0:
+            position = between.find(message["content"].strip(), position)
+            if position < 0:
                 raise self._inexpressible(messages, f"it leaves out messages of the role {message['role']}")
         if ended:
             for stop in self._stops:
@@ -99,15 +99,16 @@ class TurnEncoder:
 def encode_first(
     environment: EnvironmentPool, prompts: Sequence[Prompt], tokenizer: Any
 ) -> tuple[list[Prompt], list[list[int]]]:
-    """The prompts as episodes begin with them, and their tokens."""
+    """The prompts with the environment's first messages, and their tokens."""
     encoder = TurnEncoder(tokenizer)
-    shown = [encoder.first(*both) for both in zip(prompts, environment.first(prompts), strict=True)]
+    first_messages = environment.first(prompts)
+    shown = [encoder.first(prompt, messages) for prompt, messages in zip(prompts, first_messages, strict=True)]
     return shown, encode_prompts(shown, tokenizer)
 
 
 @dataclass(slots=True)
 class OpenEpisode:
-    """An episode under way."""
+    """The state of one episode."""
 
     prompt: Prompt
     request: Request
@@ -116,8 +117,8 @@ class OpenEpisode:
     segments: list[Segment] = field(default_factory=list[Segment])
     turns: list[str] = field(default_factory=list[str])
     answers: list[tuple[ChatMessage, ...]] = field(default_factory=list[tuple[ChatMessage, ...]])
-    ended: bool = True  # the last turn has its end token
-    is_open: bool = True  # it may have another turn
+    ended: bool = True  # the last turn ends with the end token
+    is_open: bool = True  # the episode may have another turn
     outcome: Reward | TaskScore | None = None
     finish_reason: FinishReason = FinishReason.STOP
 
@@ -128,7 +129,7 @@ class OpenEpisode:
         self.segments.append(Segment(by, len(ids)))
 
     def as_episode(self) -> Episode:
-        """What its environment sees."""
+        """The episode as its environment sees it."""
         return Episode(self.prompt, tuple(self.turns), tuple(self.answers), str(self.finish_reason))
 
     def response(self, text: str) -> Response:
@@ -143,47 +144,48 @@ class OpenEpisode:
 
 
 class CallJournal:
-    """A line for every call of an environment, on disk before the policy reads the answer.
+    """Records every call of an environment on disk, before the policy reads the answer.
 
-    Episodes that were not committed are made again. What their environments answered before is in the journal, so an
-    environment that answers the same turns differently is noticed.
+    Episodes that were not committed are made again. The journal has the answers of their environments from before, so
+    that an environment which answers the same turns differently is noticed.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.path, self.differing = path, 0
         self._known: dict[tuple[int, str], str] = {}
         if path is not None and path.is_file():
-            for call in (call for line in read_records(path, CALLS) for call in line["calls"]):
-                self._known[call["rollout"], call["turns"]] = call["answer"]
+            calls = (call for line in read_records(path, CALLS) for call in line["calls"])
+            self._known = {(call["rollout"], call["turns"]): call["answer"] for call in calls}
 
     def add(self, records: Sequence[tuple[int, OpenEpisode, Outcome]]) -> None:
-        """Record outcomes, in one write."""
+        """Record the outcomes of some calls in one write."""
         lines: list[dict[str, Any]] = []
         for rollout, episode, outcome in records:
             kind = "step" if outcome.score is None else "score"
-            turns, answer = _digest([kind, episode.prompt.prompt_id, *episode.turns]), _digest(_said(outcome))
+            turns = _digest([kind, episode.prompt.prompt_id, *episode.turns])
+            answer = _digest(_answer_text(outcome))
             before = self._known.get((rollout, turns))
             self.differing += before is not None and before != answer
             if before != answer:
                 line = {"rollout": rollout, "turn": len(episode.turns), "turns": turns, "answer": answer}
-                lines.append({**line, "seconds": round(outcome.seconds, 4), "said": _said(outcome)[:SHOWN]})
+                lines.append({**line, "seconds": round(outcome.seconds, 4), "said": _answer_text(outcome)[:SHOWN]})
         if self.path is not None and lines:
             append_line(self.path, {"calls": lines})
 
 
-def _digest(what: object) -> str:
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def _said(outcome: Outcome) -> str:
-    """An answer as text."""
+def _answer_text(outcome: Outcome) -> str:
+    """An environment's answer as text."""
     if isinstance(outcome.score, Reward):
         return f"error: {outcome.score.error}" if outcome.score.error else f"reward {outcome.score.value:g}"
     return "end" if outcome.score is not None else "\n".join(message["content"] for message in outcome.messages)
 
 
 class Turns:
-    """Between an engine and the environments: takes turns that have ended, gives what the next ones follow."""
+    """Passes finished turns from an engine to the environments, and their answers back; a `TurnSource`."""
 
     def __init__(
         self,
@@ -199,7 +201,7 @@ class Turns:
         self.encoder, self.max_new_tokens, self.journal = encoder, max_new_tokens, journal
 
     def ended(self, request: int, response: Response) -> None:
-        """A turn of this episode has ended: its environment answers, or scores a turn that was cut."""
+        """Take a finished turn: the environment answers it, or scores the episode if the turn was truncated."""
         episode = self.episodes[request]
         episode.add(POLICY, response.token_ids.tolist(), response.logp.tolist())
         episode.turns.append(response.text)
@@ -209,33 +211,36 @@ class Turns:
         self.environment.submit(Call(request, episode.as_episode(), is_over=not episode.ended))
 
     def next(self, *, wait: bool) -> list[tuple[int, list[int]]]:
-        """Episodes that were answered, and what their next turn follows; `wait`: for all environments under way."""
-        going_on: list[tuple[int, list[int]]] = []
+        """New answers: episodes, and the environment's tokens for each; `wait`: until no environment is running."""
+        answered: list[tuple[int, list[int]]] = []
         block = False
         while True:
             outcomes = self.environment.collect(block=block)
-            self.journal.add([(self.rollouts[one.key], self.episodes[one.key], one) for one in outcomes])
+            records = [(self.rollouts[outcome.key], self.episodes[outcome.key], outcome) for outcome in outcomes]
+            self.journal.add(records)
             for outcome in outcomes:
-                is_new = self.episodes[outcome.key].is_open
+                was_open = self.episodes[outcome.key].is_open
                 outside = self._after(outcome)
-                if is_new:
-                    going_on.append((outcome.key, outside))
+                if was_open:
+                    answered.append((outcome.key, outside))
             block = wait and self.environment.pending > 0
             if not block:
-                return sorted(going_on)
+                return sorted(answered)
 
     def _after(self, outcome: Outcome) -> list[int]:
-        """Tokens from outside that the next turn follows; none where the episode has ended."""
+        """The environment's tokens before the next turn; none if the episode has ended."""
         episode = self.episodes[outcome.key]
         if outcome.score is not None:
-            episode.outcome, episode.is_open = outcome.score, False
+            episode.outcome = outcome.score
+            episode.is_open = False
             return []
         episode.answers.append(outcome.messages)
         outside = self.encoder.outside(episode.prompt, outcome.messages, ended=episode.ended)
         no_tokens = len(episode.ids) + len(outside) >= self.max_new_tokens
         if no_tokens or len(episode.turns) >= self.environment.max_turns or not outside:
-            # What it said cannot be answered, so it is left out: the episode ends with the policy's own turn.
-            episode.finish_reason, episode.is_open = FinishReason.LENGTH, False
+            # The policy cannot reply to the answer, so it is left out: the episode ends with the policy's own turn.
+            episode.finish_reason = FinishReason.LENGTH
+            episode.is_open = False
             self.environment.submit(Call(outcome.key, episode.as_episode(), is_over=True))
             return []
         by = "+".join(dict.fromkeys(_speaker(message) for message in outcome.messages))
@@ -257,9 +262,9 @@ def play_episodes(
     settings: SamplerSettings,
     journal: CallJournal | None = None,
 ) -> list[Response]:
-    """Whole episodes, in the order of the requests. `prompts` are as `encode_first` shows them."""
+    """Sample whole episodes, in the order of the requests. `prompts` are those that `encode_first` returns."""
     journal = journal or CallJournal(None)
-    episodes = [OpenEpisode(*both) for both in zip(prompts, requests, strict=True)]
+    episodes = [OpenEpisode(prompt, request) for prompt, request in zip(prompts, requests, strict=True)]
     turns = Turns(
         environment,
         episodes,
@@ -276,7 +281,7 @@ def play_episodes(
         while environment.pending:
             turns.next(wait=True)
     except BaseException:
-        environment.close()  # what is under way must not reach the next episodes
+        environment.close()  # calls under way must not be answered to the next episodes
         raise
     if journal.differing:
         log.warning(
@@ -289,19 +294,25 @@ def play_episodes(
 
 
 def episode_rewards(prompts: Sequence[Prompt], responses: Sequence[Response], verifier: Any) -> list[Reward]:
-    """The reward of each episode: its environment's, or the verifier's of its last turn with the parts of both."""
+    """The reward of each episode: from its environment, or from the verifier, which scores the last turn.
+
+    A verifier's reward has its parts and those of the environment. Every reward that is known has the part `turns`.
+    """
     rewards: list[Reward] = []
-    asked = [i for i, one in enumerate(responses) if one.episode is not None and one.episode.reward is None]
-    last = [episode.last_turn for one in responses if (episode := one.episode) is not None and episode.reward is None]
-    scored = dict(zip(asked, verifier.score([prompts[i] for i in asked], last) if asked else [], strict=True))
-    for number, response in enumerate(responses):
-        episode = response.episode
+    episodes = dict(enumerate(response.episode for response in responses))
+    last_turns = {
+        number: episode.last_turn
+        for number, episode in episodes.items()
+        if episode is not None and episode.reward is None
+    }
+    scored: dict[int, Reward] = {}
+    if last_turns:
+        scores = verifier.score([prompts[number] for number in last_turns], list(last_turns.values()))
+        scored = dict(zip(last_turns, scores, strict=True))
+    for number, episode in episodes.items():
         assert episode is not None
-        reward = episode.reward or replace(scored[number], parts=_parts(scored[number].parts, episode.parts))
-        turns = {"turns": float(max(1, sum(one.by == POLICY for one in episode.segments)))}
-        rewards.append(replace(reward, parts=_parts(turns, reward.parts)) if not math.isnan(reward.value) else reward)
+        reward = episode.reward or replace(scored[number], parts={**scored[number].parts, **episode.parts})
+        turns = float(max(1, sum(segment.by == POLICY for segment in episode.segments)))
+        known = not math.isnan(reward.value)
+        rewards.append(replace(reward, parts={"turns": turns, **reward.parts}) if known else reward)
     return rewards
-
-
-def _parts(*several: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for parts in several for name, value in parts.items()}

@@ -1,4 +1,4 @@
-"""Makes samplers and batch plans from a config; checks whether a generation batch can be learned from."""
+"""Makes samplers and batch plans from a config; checks that a generation batch can be trained on."""
 
 from __future__ import annotations
 
@@ -20,15 +20,9 @@ from stalewise.config.sections import (
     ScheduleSection,
 )
 from stalewise.errors import ConfigError, StalewiseError
-from stalewise.models.compilation import compiling_pays
-from stalewise.models.loading import (
-    context_length,
-    find_device,
-    load_model_config,
-    load_tokenizer,
-    pick_device,
-    pick_precision,
-)
+from stalewise.models import find_device, pick_device, pick_precision
+from stalewise.models.compilation import should_compile
+from stalewise.models.loading import context_length, load_model_config, load_tokenizer
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.generate import PROMPTS_TO_COMPARE, BatchPlan, environment_of, shown_prompts
 from stalewise.rollout.mixed_policy import MixedPolicySampler, check_tokenizers
@@ -54,7 +48,7 @@ def batch_plan(config: RunConfig, schedule: Schedule, generation_batch: int, att
         prompts_per_shard=config.sampler.rollouts_per_shard // config.batch.group_size,
         seed=config.seed + (attempt << 32),
         foreign=config.sampler.foreign.path,
-        foreign_places=config.sampler.foreign.places(config.batch.group_size),
+        foreign_rollouts=config.sampler.foreign.rollouts_per_group(config.batch.group_size),
         most_prompts=len(prompts) if config.batch.without_variance == "refill" else 0,
     )
 
@@ -67,10 +61,10 @@ def make_sampler(
 ) -> Sampler:
     """The sampler of this config; it calls `on_tokens` with the number of new tokens as it samples."""
     section, device = config.sampler, pick_device(config.model.device)
-    if section.engine == "auto":  # training and `doctor` have picked one
+    if section.engine == "auto":  # training and `doctor` have picked an engine before
         section = section.model_copy(update={"engine": "hf"})
     precision = pick_precision(config.model.precision, device)
-    is_server = section.engine == "server"  # whose precision is fixed when it is started
+    is_server = section.engine == "server"  # its precision was fixed when it was started
     settings = SamplerSettings(
         name=section.engine,
         precision=section.server.precision if is_server else str(precision).removeprefix("torch."),
@@ -90,20 +84,20 @@ def make_sampler(
 
         return ServerSampler(settings, max_new_tokens=limit, options=section.server, on_tokens=on_tokens, log=log)
 
-    # However long the run: with fused operators a step launches fewer kernels than with compiled ones.
-    compiles = partial(compiling_pays, config.learner.compile, 0)
+    # `updates` is 0, so that `auto` never compiles: a step with fused operators launches fewer kernels.
+    compiles = partial(should_compile, config.learner.compile, 0)
     embedded = partial(HFSampler, settings, max_new_tokens=limit, device=device, dtype=precision)
-    embedded = partial(embedded, on_tokens=on_tokens, compiling_pays=compiles)
+    embedded = partial(embedded, on_tokens=on_tokens, should_compile=compiles)
     return MixedPolicySampler(embedded(), embedded()) if section.foreign.share else embedded()
 
 
 def pick_engine(
     section: SamplerSection, model: ModelSection, schedule: ScheduleSection, source: str
 ) -> tuple[str, str]:
-    """The engine that `auto` stands for on this machine with the model at `source`, and why.
+    """The engine that `auto` selects on this machine for the model at `source`, and the reason.
 
-    Where the embedded engine decodes in slots it was faster than vLLM in all comparisons (docs/engines.md), so vLLM
-    is for models that have none, and for those that are too large for one GPU.
+    The embedded engine was faster than vLLM in all comparisons where it decodes in slots (docs/engines.md). So vLLM is
+    for models that cannot be decoded in slots, and for models that are too large for one GPU.
     """
     device = pick_device(model.device)
     if device.type != "cuda":
@@ -117,21 +111,21 @@ def pick_engine(
     except StalewiseError:
         return "hf", "this pipelined run does not name GPUs for two engines of vLLM"
     dtype = pick_precision(model.precision, device)
-    tried = HFSampler(SamplerSettings(), max_new_tokens=1, device=device, dtype=dtype)
+    trial = HFSampler(SamplerSettings(), max_new_tokens=1, device=device, dtype=dtype)
     try:
-        tried.load(Path(source))
-        problem = tried.slots_problem
+        trial.load(Path(source))
+        problem = trial.slots_problem
     except torch.OutOfMemoryError:
         problem = "its weights do not fit on one GPU"
     finally:
-        tried.close()
+        trial.close()
     if problem:
         return "vllm", f"hf has no slots for this model: {problem}"
     return "hf", "it decodes this model in slots"
 
 
 def check_engine_devices(sampler: SamplerSection, model: ModelSection, schedule: ScheduleSection) -> None:
-    """Refuse a pipelined run in which two processes of vLLM would claim one GPU: the generator's, and evaluation's."""
+    """Refuse a pipelined run in which two vLLM engines would use one GPU: the generator's and that of evaluations."""
     count = torch.cuda.device_count()
     if sampler.engine != "vllm" or schedule.kind != "pipelined" or not count:
         return
@@ -143,9 +137,9 @@ def check_engine_devices(sampler: SamplerSection, model: ModelSection, schedule:
             'one: use the engine hf, or schedule.kind = "staged" or "synchronous"'
         )
     section = sampler.vllm
-    places = {"model.device": model.device, "schedule.generator_device": schedule.generator_device}
-    taken: dict[str, set[int]] = {}
-    for setting, name in places.items():
+    devices = {"model.device": model.device, "schedule.generator_device": schedule.generator_device}
+    gpus: dict[str, set[int]] = {}
+    for setting, name in devices.items():
         if not name or not name.startswith("cuda:"):
             raise ConfigError(
                 f"{setting} is {name or 'not set'}: with sampler.engine = vllm a pipelined run has two engines, and "
@@ -154,17 +148,17 @@ def check_engine_devices(sampler: SamplerSection, model: ModelSection, schedule:
             )
         device = find_device(name, setting)
         device_groups(section.copies, section.tensor_parallel, device)  # raises where GPUs are missing
-        taken[setting] = set(gpu_numbers(section.copies, section.tensor_parallel, device, count))
-    if both := set.intersection(*taken.values()):
+        gpus[setting] = set(gpu_numbers(section.copies, section.tensor_parallel, device, count))
+    if shared := set.intersection(*gpus.values()):
         raise ConfigError(
-            f"model.device = {places['model.device']} and schedule.generator_device = "
-            f"{places['schedule.generator_device']} would put two vLLM engines on GPU {min(both)} (sampler.vllm: "
+            f"model.device = {devices['model.device']} and schedule.generator_device = "
+            f"{devices['schedule.generator_device']} would put two vLLM engines on GPU {min(shared)} (sampler.vllm: "
             f"tensor_parallel {section.tensor_parallel}, copies {section.copies or 1}): choose GPUs further apart"
         )
 
 
 def check_policy(section: SamplerSection, own: Path, task: Task, prompts: list[Prompt]) -> None:
-    """Refuse what the policy at `own` cannot do, before it is loaded: responses beyond its context, other tokens."""
+    """Check a config against the policy at `own` before it is loaded: its context, and a second policy's tokens."""
     check_context(section, own, task, prompts)
     check_second_policy(section.foreign, own, task)
 
@@ -172,10 +166,10 @@ def check_policy(section: SamplerSection, own: Path, task: Task, prompts: list[P
 def check_context(
     section: SamplerSection, own: Path, task: Task, prompts: list[Prompt], setting: str = RESPONSE_LIMIT
 ) -> None:
-    """Refuse prompts and responses beyond the context of the policy at `own`; `setting` limits the responses."""
+    """Refuse prompts and responses beyond the context of the policy at `own`; messages name `setting` as the limit."""
     of_engine = section.vllm.max_model_len if section.engine == "vllm" else None
     limits = [limit for limit in (context_length(load_model_config(str(own))), of_engine) if limit is not None]
-    # What episodes begin with is known to their environment alone, which is not asked without need.
+    # The prompts of episodes come from their environment, which is called only if they may be too long.
     if limits and (environment_of(task) is None or section.max_new_tokens >= min(limits)):
         shown, encoded = shown_prompts(task, prompts, load_tokenizer(str(own)))
         more = RAISE_LIMIT if of_engine == min(limits) else ""
@@ -196,13 +190,13 @@ def _first_prompts(task: Task) -> list[Prompt]:
 
 
 def unscored_problem(batch: Batch, limit: float) -> str:
-    """Why a generation batch has too few scores, or an empty string."""
+    """Why a generation batch has too few scores; an empty string if it has enough."""
     manifest = batch.manifest
     return ErrorCounts.of_record(manifest.extra, manifest.rows).over(limit) if manifest.verifier_errors else ""
 
 
 def batch_problem(batch: Batch) -> str:
-    """Why nothing can be learned from a generation batch, or an empty string."""
+    """Why a generation batch cannot be trained on; an empty string if it can."""
     manifest = batch.manifest
     if manifest.verifier_errors == manifest.rows:
         kinds = ", ".join(f"{kind} ({count})" for kind, count in manifest.extra.get("verifier_error_kinds", {}).items())

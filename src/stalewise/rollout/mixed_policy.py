@@ -1,6 +1,6 @@
 """Rollouts of a second policy (`sampler.foreign`): a sampler for two policies, and the check that their tokens agree.
 
-They must: the trainer computes the probability of the second policy's tokens under its own.
+Tokens must agree, since the trainer computes the probability of the second policy's tokens under its own policy.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from stalewise.errors import ModelError
-from stalewise.models.loading import encode_prompts, resolve_model
+from stalewise.models import resolve_model
+from stalewise.models.loading import encode_prompts
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.policy_files import PolicyFiles, read_policy_files
 from stalewise.rollout.sampler import Request, Response
@@ -18,18 +19,22 @@ from stalewise.types import Prompt, SamplerSettings
 
 
 class MixedPolicySampler:
-    """Samples from the run's own policy, or from a second one, loaded at first use, if the settings name it."""
+    """Samples from the run's own policy, or from a second one if the settings name it; that is loaded at first use."""
 
     def __init__(self, own: HFSampler, second: HFSampler) -> None:
-        self.settings, self.max_new_tokens = own.settings, own.max_new_tokens
+        self.own = own
+        self._second = second
+        self.max_new_tokens = own.max_new_tokens
+        self.settings = own.settings
         self.preferred_batch_size = own.preferred_batch_size
-        self.load, self.take, self.check_lengths = own.load, own.take, own.check_lengths
-        self.own, self._second = own, second
+        self.load = own.load
+        self.take = own.take
+        self.check_lengths = own.check_lengths
         self._loaded = ""  # path of the second policy in memory
 
     @property
     def tokenizer(self) -> Any:
-        """Tokenizer of both."""
+        """The tokenizer of both policies."""
         return self.own.tokenizer
 
     def sample(self, requests: Sequence[Request], settings: SamplerSettings | None = None) -> list[Response]:
@@ -39,17 +44,17 @@ class MixedPolicySampler:
         if settings.policy and settings.policy != self._loaded:
             self._second.load(Path(resolve_model(settings.policy)))
             self._loaded = settings.policy
-        engine.max_new_tokens = self.max_new_tokens
+        engine.max_new_tokens = self.max_new_tokens  # `token_limit` may have changed it
         return engine.sample(requests, settings)
 
     def sleep(self, *, weights: bool = False, drop: bool = False) -> None:
-        """Release memory for the trainer: unload the second policy, let the first one sleep."""
+        """Release memory for the trainer: unload the second policy, and call `sleep` of the run's own."""
         self.own.sleep(weights=weights, drop=drop)
         self._second.close()
         self._loaded = ""
 
     def close(self) -> None:
-        """Unload both."""
+        """Unload both policies."""
         self.sleep()
         self.own.close()
 

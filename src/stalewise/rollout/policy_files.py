@@ -1,4 +1,4 @@
-"""The base of engines in other processes: what they need of a checkpoint, and checks of their answers."""
+"""The base class of engines in other processes: reads a checkpoint without its weights, and checks answers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from stalewise.rollout.sampler import Request, Response, check_lengths
 from stalewise.types import FinishReason, SamplerSettings
 
 ROUNDING = 1e-3  # by which a log-probability may exceed 0
-RAISE_LIMIT = " (or raise sampler.vllm.max_model_len)"  # where that is what a prompt is too long for
-MINUS_INFINITY = -9999.0  # what servers write for it, since JSON has no infinity
+RAISE_LIMIT = " (or raise sampler.vllm.max_model_len)"  # added to a message if that setting is the limit
+MINUS_INFINITY = -9999.0  # servers write this number for −∞, which JSON does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class PolicyFiles:
     tokenizer: Any
     stop_ids: tuple[int, ...]
     context: int | None
-    vocabulary: int  # width of the logits
-    tied: bool  # the output layer is the embedding
-    architecture: str  # equal for checkpoints with interchangeable weights
-    weights: str  # identifies the weights by sizes and times of their files
+    vocabulary: int  # number of logits
+    tied: bool  # output layer and embedding have the same weights
+    architecture: str  # the same for checkpoints whose weights can replace each other
+    weights: str  # identifies the weights by the sizes and times of their files
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class Answer:
 
 
 class ExternalSampler:
-    """Base of the engines in other processes."""
+    """Base class of the engines in other processes."""
 
-    policy: PolicyFiles  # set by `load`
+    policy: PolicyFiles  # `load` sets it
 
     def __init__(
         self,
@@ -57,8 +57,10 @@ class ExternalSampler:
         on_tokens: Callable[[int], object],
         max_length: int | None = None,
     ) -> None:
-        self.settings, self.max_new_tokens, self.on_tokens = settings, max_new_tokens, on_tokens
-        self._max_length = max_length  # the engine's context, if it is limited
+        self.settings = settings
+        self.max_new_tokens = max_new_tokens
+        self.on_tokens = on_tokens
+        self._max_length = max_length  # the engine's own limit of the context, if any
 
     @property
     def tokenizer(self) -> Any:
@@ -73,7 +75,7 @@ class ExternalSampler:
         check_lengths(prompt_ids, limit=least, max_new_tokens=self.max_new_tokens, more=more)
 
     def make_responses(self, answers: Sequence[Answer], requests: Sequence[Request], engine: str) -> list[Response]:
-        """Check answers and decode their texts; an unusable one is an EngineError that names the engine."""
+        """Check answers and decode their texts; an unusable answer is an EngineError that names the engine."""
         for answer, request in zip(answers, requests, strict=True):
             if problem := _problem(answer, self.policy, self.max_new_tokens - len(request.begun)):
                 raise EngineError(f"{engine} gave a response that cannot be used: {problem}")
@@ -90,10 +92,11 @@ class ExternalSampler:
 
 
 def read_policy_files(checkpoint: Path) -> PolicyFiles:
-    """Read everything but the weights."""
+    """Read a checkpoint without its weights."""
     name = str(checkpoint)
-    config, generation_config = load_model_config(name), None
-    with contextlib.suppress(OSError):  # not every model has one
+    config = load_model_config(name)
+    generation_config = None
+    with contextlib.suppress(OSError):  # not every model has this file
         generation_config = GenerationConfig.from_pretrained(name)
     tokenizer = load_tokenizer(name)
     return PolicyFiles(
@@ -111,22 +114,24 @@ def read_policy_files(checkpoint: Path) -> PolicyFiles:
 def _weights_key(checkpoint: Path) -> str:
     files = sorted(checkpoint.glob("*.safetensors")) if checkpoint.is_dir() else []
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    # Absolute but not resolved: a link that is redirected to another checkpoint has other times.
+    # Absolute but not resolved: if a link is redirected to another checkpoint, the times of the files change.
     return hashlib.sha256(repr((str(checkpoint.absolute()), stats)).encode()).hexdigest()
 
 
 def _problem(answer: Answer, policy: PolicyFiles, max_new_tokens: int) -> str:
+    """Why an answer cannot be used, or an empty string."""
     ids, logp = answer.token_ids, answer.logp
     if not 1 <= len(ids) <= max_new_tokens or len(ids) != len(logp):
         return f"{len(ids)} tokens and {len(logp)} log-probabilities, where 1 to {max_new_tokens} of both are expected"
     if not all(0 <= token < policy.vocabulary for token in ids):
         return f"token {max(ids)} of a vocabulary of {policy.vocabulary}"
-    wrong = [x for x in logp if not (isinstance(x, int | float) and MINUS_INFINITY < x <= ROUNDING)]  # NaN is neither
+    # NaN satisfies neither comparison.
+    wrong = [x for x in logp if not (isinstance(x, int | float) and MINUS_INFINITY < x <= ROUNDING)]
     if wrong:
         return f"{wrong[0]} as a log-probability"
     if answer.finish_reason not in ("stop", "length"):
         return f"its finish reason is {answer.finish_reason!r}, where stop or length is expected"
-    # Without its end token the response would teach nothing about when to end.
+    # From a response without its end token, a policy would not learn when to end.
     if answer.finish_reason == "stop" and ids[-1] not in policy.stop_ids:
         return f"it ended by stop, but its last token {ids[-1]} is none of the end tokens {list(policy.stop_ids)}"
     if answer.finish_reason == "length" and len(ids) < max_new_tokens:

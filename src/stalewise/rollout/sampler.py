@@ -1,8 +1,9 @@
-"""The interface of every engine: take a checkpoint, continue prompts, return the log-probability of each token."""
+"""The interface of every engine: load a checkpoint, sample responses, return the log-probability of each token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -16,9 +17,9 @@ from stalewise.types import POLICY, FinishReason, Reward, SamplerSettings, Segme
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One response to sample, or the next turn of one that has `begun`.
+    """One response to sample, or the next turn of an episode; `begun` are the tokens of its earlier turns.
 
-    Tokens of earlier turns, those from outside included, count in the token limit, and random numbers go on after them.
+    These include the environment's. They count towards the token limit, and random numbers continue after them.
     """
 
     prompt_ids: Sequence[int]
@@ -27,18 +28,18 @@ class Request:
 
     @property
     def context(self) -> list[int]:
-        """All tokens that the next one follows."""
+        """All tokens before the next one: the prompt's and those of earlier turns."""
         return [*self.prompt_ids, *self.begun]
 
     @property
     def turn_seed(self) -> int:
-        """For engines that count random numbers from the start of each turn."""
+        """A seed of this turn, for engines that count random numbers from the start of each turn."""
         return (self.seed + len(self.begun) * 0x9E3779B97F4A7C15) & (2**63 - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class PlayedEpisode:
-    """What a response of several turns has beside its tokens."""
+    """What a response of several turns has besides its tokens."""
 
     segments: tuple[Segment, ...]
     last_turn: str
@@ -48,15 +49,15 @@ class PlayedEpisode:
 
 @runtime_checkable
 class TurnSource(Protocol):
-    """Answers turns while others are sampled. `Turns` of rollout/episodes.py is one."""
+    """Gives the environments' answers while other turns are sampled, as `Turns` of rollout/episodes.py does."""
 
     def ended(self, request: int, response: Response) -> None:
-        """A turn of this request has ended."""
+        """Take a finished turn of this request; its environment answers in the background."""
 
     def next(self, *, wait: bool) -> list[tuple[int, list[int]]]:
-        """What was answered since: requests, and the tokens from outside that their next turn follows.
+        """New answers: pairs of a request and the environment's tokens, after which its next turn is sampled.
 
-        No tokens: the episode is over. `wait`: until all that is under way is answered.
+        An answer without tokens ends the episode. `wait`: until all turns are answered.
         """
         ...
 
@@ -69,13 +70,13 @@ class Response:
     logp: npt.NDArray[np.float32]
     text: str
     finish_reason: FinishReason
-    episode: PlayedEpisode | None = None  # of several turns
+    episode: PlayedEpisode | None = None  # for tasks with an environment
 
     @property
     def policy_tokens(self) -> int:
         """The number of tokens that the policy wrote."""
-        outside = (one.tokens for one in self.episode.segments if one.by != POLICY) if self.episode else ()
-        return len(self.token_ids) - sum(outside)
+        segments = self.episode.segments if self.episode is not None else ()
+        return len(self.token_ids) - sum(segment.tokens for segment in segments if segment.by != POLICY)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Response) and all(map(np.array_equal, astuple(self), astuple(other)))
@@ -93,25 +94,36 @@ class Sampler(Protocol):
         """Tokenizer of the loaded policy."""
 
     def load(self, checkpoint: Path) -> None:
-        """Sample from this checkpoint from now on."""
+        """Load a checkpoint; the next responses are sampled from it."""
 
     def check_lengths(self, prompt_ids: Sequence[Sequence[int]]) -> None:
         """Refuse prompts that leave no room for a response."""
 
     def sample(self, requests: Sequence[Request], settings: SamplerSettings | None = None) -> list[Response]:
-        """Responses in the order of the requests, always the same, by `settings` or the sampler's own."""
+        """Responses in the order of the requests. They are reproducible. `settings` defaults to the sampler's own."""
         ...
 
     def close(self) -> None:
         """Release processes, connections and device memory; `load` makes it ready again."""
 
 
+@contextlib.contextmanager
+def token_limit(sampler: Sampler, max_new_tokens: int) -> Iterator[None]:
+    """Within the context, responses of this sampler have at most `max_new_tokens` tokens."""
+    before = sampler.max_new_tokens
+    sampler.max_new_tokens = max_new_tokens
+    try:
+        yield
+    finally:
+        sampler.max_new_tokens = before
+
+
 @runtime_checkable
 class TurnSampler(Protocol):
-    """An engine that goes on with what it has computed of earlier turns."""
+    """An engine that reuses the keys and values of earlier turns."""
 
     def sample_turns(self, requests: Sequence[Request], settings: SamplerSettings, turns: TurnSource) -> None:
-        """Sample the first turn of each request, and each next one as `turns` gives it, until there is none."""
+        """Sample the first turn of each request, then each further turn that `turns` asks for, until none is left."""
 
 
 def sample_in_rounds(
@@ -123,28 +135,28 @@ def sample_in_rounds(
     begun: list[list[int]] | None = None,
     first: Sequence[int] | None = None,
 ) -> None:
-    """`TurnSampler.sample_turns` for other engines: all turns that are open are sampled together.
+    """`TurnSampler.sample_turns` for other engines: all open turns are sampled together, round after round.
 
-    What an engine computed of earlier turns is in its prefix cache, if it has one. `begun` and `first`: the tokens of
-    all requests so far, and those whose turn it is, where they have been sampled in another way.
+    An engine with a prefix cache has the keys and values of earlier turns there. To continue episodes that were begun
+    in another way, pass `begun`, the tokens of all requests so far, and `first`, the requests of the first round.
     """
     begun = [list(request.begun) for request in requests] if begun is None else begun
-    turn = list(range(len(requests)) if first is None else first)
+    open_requests = list(range(len(requests)) if first is None else first)
     while True:
-        asked = [replace(requests[number], begun=begun[number]) for number in turn]
-        for number, response in zip(turn, sampler.sample(asked, settings) if asked else [], strict=True):
+        batch = [replace(requests[number], begun=begun[number]) for number in open_requests]
+        for number, response in zip(open_requests, sampler.sample(batch, settings) if batch else [], strict=True):
             begun[number] += response.token_ids.tolist()
             turns.ended(number, response)
         answered = open_turns(turns.next(wait=False)) or open_turns(turns.next(wait=True))
         for number, outside in answered:
             begun[number] += outside
-        turn = [number for number, _ in answered]
-        if not turn:
+        open_requests = [number for number, _ in answered]
+        if not open_requests:
             return
 
 
 def open_turns(answered: list[tuple[int, list[int]]]) -> list[tuple[int, list[int]]]:
-    """Those that go on, in order."""
+    """The answers that another turn follows, in the order of their requests."""
     return sorted((number, outside) for number, outside in answered if outside)
 
 
@@ -159,8 +171,8 @@ def check_lengths(
 ) -> None:
     """Refuse prompts that leave no room for a response within `limit` tokens.
 
-    `setting` is what `max_new_tokens` was set by. `more` is said at the end, and where some of the prompts would fit,
-    how many do not: `names` are theirs.
+    The message names `setting`, which set `max_new_tokens`, and ends with `more`. Given the `names` of the prompts, it
+    also counts those that are too long, unless all are.
     """
     longest = max(map(len, prompt_ids))
     if limit is not None and longest + max_new_tokens > limit:
@@ -182,38 +194,41 @@ class OffloadableSampler(Protocol):
     def sleep(self, *, weights: bool = False, drop: bool = False) -> None:
         """Release memory until the next `load`.
 
-        `weights`: those of an engine in the trainer's process leave the device, too, as the trainer's state does while
-        responses are sampled. `drop`: another policy is loaded next, and these need not be kept.
+        `weights`: an engine in the trainer's process also moves its weights to host memory. `drop`: the next `load` is
+        of another policy, so these weights need not be kept.
         """
 
 
 @runtime_checkable
 class SchedulingSampler(Protocol):
-    """An engine that begins with the requests whose responses will probably be long."""
+    """An engine that samples the responses first that will probably be long."""
 
     schedules: bool  # whether it does so on this device
 
     def recall(self, prompts: Sequence[tuple[int, ...]], mean_lengths: Sequence[float]) -> None:
-        """How long the responses to prompts were that were sampled before this process began, oldest first."""
+        """Record mean response lengths per prompt from before this process started, oldest first."""
 
 
 @runtime_checkable
 class StreamingSampler(Protocol):
-    """An engine that hands out responses as they end."""
+    """An engine that returns responses as they end."""
 
-    streams: bool  # whether that pays on this device
+    streams: bool  # whether that is worthwhile on this device
 
     def stream(
         self, requests: Sequence[Request], settings: SamplerSettings, on_ended: Callable[[Mapping[int, Response]], Any]
     ) -> list[Response]:
-        """`Sampler.sample`, with `on_ended` called for some responses at a time, by number of their request."""
+        """`Sampler.sample`; `on_ended` is called with a few responses at a time, keyed by the number of the request."""
         ...
 
 
 @runtime_checkable
 class LiveSampler(Protocol):
-    """An engine in the trainer's process: it can take weights from the trainer's memory."""
+    """An engine in the trainer's process that can copy weights from the trainer's memory."""
 
     def take(self, weights: Mapping[str, Any], key: object) -> bool:
-        """Sample from these weights, which `key` identifies, from now on; False: it must `load` a checkpoint."""
+        """Copy these weights, which `key` identifies; the next responses are sampled from them.
+
+        False: only `load` can change the weights.
+        """
         ...

@@ -17,12 +17,12 @@ from torch import Tensor
 from stalewise.statistics import uniform
 from stalewise.types import SamplerSettings
 
-# Probabilities are summed in blocks of this many tokens: a draw reads the sums, and then one block.
+# Probabilities are summed in blocks of this many tokens: a draw reads the sums, then the tokens of one block.
 BLOCK = 128
 
 
 def tempered(logits_RV: Tensor, settings: SamplerSettings) -> Tensor:
-    """Logits after temperature and truncation; −inf on tokens that were cut away."""
+    """Logits after temperature and truncation; −inf for truncated tokens."""
     if settings.temperature != 1.0:
         logits_RV = logits_RV.float() / settings.temperature
     if 0 < settings.top_k < logits_RV.shape[1]:
@@ -31,23 +31,18 @@ def tempered(logits_RV: Tensor, settings: SamplerSettings) -> Tensor:
     if settings.top_p < 1.0:
         sorted_logits, order = logits_RV.float().sort(dim=1, descending=True)
         before = sorted_logits.softmax(dim=1).cumsum(dim=1) - sorted_logits.softmax(dim=1)
-        # A token stays if those before it do not reach top_p: the set is never empty.
+        # A token stays if the tokens before it do not reach top_p, so the first one always stays.
         cut = torch.zeros_like(before, dtype=torch.bool).scatter(1, order, before >= settings.top_p)
         logits_RV = logits_RV.masked_fill(cut, -torch.inf)
     return logits_RV
 
 
-def sampling_logp(logits_RV: Tensor, settings: SamplerSettings) -> Tensor:
-    """Log-probabilities of the sampling distribution, [R, V]; −inf on tokens that were cut away."""
-    return tempered(logits_RV, settings).log_softmax(dim=1, dtype=torch.float32)
-
-
 def draw(logits_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Token of each row by inversion (the first whose cumulative probability exceeds the row's uniform number), and its
-    log-probability.
+    """Draw a token for each row by inversion; returns the tokens and their log-probabilities.
 
-    With one number per row and token, a rollout's draws do not depend on the rest of the batch. Axes: K blocks of the
-    vocabulary, J tokens of one block.
+    The token is the first one whose cumulative probability exceeds the row's uniform number. Each row and token has its
+    own number, so a rollout does not depend on the rest of the batch. Axes: K blocks of the vocabulary, J tokens of one
+    block.
     """
     vocabulary = logits_RV.shape[1]
     block = min(BLOCK, vocabulary)
@@ -57,23 +52,24 @@ def draw(logits_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
     probability_RKJ = probability_RV.unflatten(1, (-1, block))
     block_R1, rest_R1 = _invert(probability_RKJ.sum(dim=2).double(), uniform_R.double().unsqueeze(1))
     chosen_RJ = probability_RKJ.gather(1, block_R1.unsqueeze(2).expand(-1, 1, block)).squeeze(1).double()
-    place_R1, _ = _invert(chosen_RJ, rest_R1)
-    # Logits that are not finite may lead outside; the log-probability is then NaN.
-    token_R1 = (block_R1 * block + place_R1).clamp(max=vocabulary - 1)
+    offset_R1, _ = _invert(chosen_RJ, rest_R1)
+    # Clamped for logits that are not finite, whose log-probability is NaN.
+    token_R1 = (block_R1 * block + offset_R1).clamp(max=vocabulary - 1)
     return token_R1.squeeze(1), probability_RV.gather(1, token_R1).log().squeeze(1)
 
 
 def _invert(mass_RK: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """First place whose cumulative mass exceeds the uniform share of the total, and the remainder as a share of that
-    place's mass.
+    """The first index whose cumulative mass exceeds the uniform fraction of the total, and the remainder of that.
+
+    The remainder is relative to the mass at that index.
     """
     cumulative_RK = mass_RK.cumsum(dim=1)
-    # Always below the total, so that rounding never leads to a place without mass.
+    # Below the total, so that rounding never leads to an index without mass.
     target_R1 = uniform_R1.clamp(max=1 - 2**-52) * cumulative_RK[:, -1:]
-    place_R1 = torch.searchsorted(cumulative_RK, target_R1, right=True).clamp(max=mass_RK.shape[1] - 1)
-    mass_R1 = mass_RK.gather(1, place_R1)
-    rest_R1 = (target_R1 - (cumulative_RK.gather(1, place_R1) - mass_R1)) / mass_R1
-    return place_R1, rest_R1.clamp(min=0)
+    index_R1 = torch.searchsorted(cumulative_RK, target_R1, right=True).clamp(max=mass_RK.shape[1] - 1)
+    mass_R1 = mass_RK.gather(1, index_R1)
+    rest_R1 = (target_R1 - (cumulative_RK.gather(1, index_R1) - mass_R1)) / mass_R1
+    return index_R1, rest_R1.clamp(min=0)
 
 
 def uniforms(seeds: list[int], count: int) -> npt.NDArray[np.float64]:
@@ -82,7 +78,7 @@ def uniforms(seeds: list[int], count: int) -> npt.NDArray[np.float64]:
 
 
 def device_uniforms(seed_R: Tensor, position_R: Tensor) -> Tensor:
-    """The same numbers, computed on the device: SplitMix64 in 64-bit integers that wrap around."""
+    """The numbers of `uniforms`, computed on the device: SplitMix64 in 64-bit integers that wrap around."""
     z_R = seed_R + (position_R + 1) * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z_R = (z_R ^ _shifted(z_R, shift)) * _signed(factor)

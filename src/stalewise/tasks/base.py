@@ -221,7 +221,7 @@ def no_module(module: str) -> str:
     return f"there is no module {module!r} on the Python path or in {Path.cwd()}: put its directory on PYTHONPATH"
 
 
-def command_of_a_child(module: str, *arguments: str, safe: bool = False) -> list[str]:
+def child_command(module: str, *arguments: str, safe: bool = False) -> list[str]:
     """The command that runs a module in a child process with this process's module path.
 
     `python -m` would search the working directory first, where a user's `random.py` hides Python's. `safe` is for a

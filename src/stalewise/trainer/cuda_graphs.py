@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from stalewise.models.compilation import make_room, recording, without_collecting
+from stalewise.models.compilation import free_cache_for_graphs, recording, without_collecting
 from stalewise.models.loading import model_body
-from stalewise.models.transfer import UNDISTURBED, in_buffer
+from stalewise.models.transfer import CAPTURE_LOCK, in_buffer
 from stalewise.trainer.fused_linears import RoundedWeights, StreamParameters
 from stalewise.trainer.micro_batch import MicroBatch
 from stalewise.trainer.optimizer import add_to
@@ -95,7 +95,7 @@ class GraphedBody:
         is_soon = key in self.launched and self.calls - self.launched[key] <= SOON
         if self.captures and is_soon and key not in self.captured and len(self.captured) < MOST_GRAPHS:
             try:
-                with UNDISTURBED:
+                with CAPTURE_LOCK:
                     self.captured[key] = self._capture(part)
             except torch.OutOfMemoryError:
                 raise
@@ -119,7 +119,7 @@ class GraphedBody:
     def launch(self, part: MicroBatch) -> tuple[list[Tensor], Tensor]:
         """Eager forward pass: hidden states of each call, for `launch_backward`, and of all calls, [T, H]."""
         if part.padded_tokens > self.largest:  # the pool may have to grow, and cannot take memory that lies unused
-            make_room()
+            free_cache_for_graphs()
             self.largest = part.padded_tokens
         with self._on_stream():
             try:

@@ -18,8 +18,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from stalewise.config import RunConfig
 from stalewise.config.sections import LearnerSection
 from stalewise.errors import ModelError
-from stalewise.models.attention import PACKED, needs_grids, packs
-from stalewise.models.compilation import kept_logits, optimize_layers, recording_pays
+from stalewise.models.attention import PACKED, needs_grids, supports_packing
+from stalewise.models.compilation import kept_logits, optimize_layers, should_capture_graphs
 from stalewise.objectives.diagnostics import TokenSums
 from stalewise.trainer.cuda_graphs import GraphedBody
 from stalewise.trainer.logprobs import KeptLogits, kernels_for, measure_logit_map, response_logp
@@ -49,7 +49,7 @@ class Execution:
         if config.learner.gradient_checkpointing:
             recompute_activations(model)
         parallel.place(model, device)
-        self.packed = packs(model, precision)
+        self.packed = supports_packing(model, precision)
         if self.packed:
             model.set_attn_implementation(PACKED)
         else:
@@ -75,7 +75,7 @@ class Execution:
         """Float32 attention cannot be captured; flat gradients need one dtype."""
         fits = self.precision is not torch.float32 and len({weight.dtype for weight in self.parallel.trained}) == 1
         fits = fits and self.is_plain and self.device.type == "cuda"
-        return fits and recording_pays(self.config.learner.compile, self.model, self.config.optimizer.moments)
+        return fits and should_capture_graphs(self.config.learner.compile, self.model, self.config.optimizer.moments)
 
     def _use_graphs(self) -> None:
         recomputes = self.config.learner.gradient_checkpointing
@@ -144,14 +144,14 @@ class Execution:
         self.kept.release()
         moments = (tensor for state in self.optimizer.state.values() for tensor in state.values())
         trained = (weight for weight in self.model.parameters() if weight.requires_grad)
-        self.offload.leave([*trained, *moments, *self.proximal.values()], self._frozen())
+        self.offload.offload([*trained, *moments, *self.proximal.values()], self._frozen())
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def copy_frozen(self) -> None:
         """Copy frozen weights to host memory now, so that `sleep` need not."""
         if not self.offload.away and not self.parallel.is_sharded:
-            self.offload.keep(self._frozen())
+            self.offload.copy_frozen(self._frozen())
 
     def _frozen(self) -> list[Tensor]:
         return [weight for weight in self.model.parameters() if not weight.requires_grad]
@@ -160,7 +160,7 @@ class Execution:
         """Undo `sleep`."""
         if not self.offload.away:
             return
-        self.offload.come_back()
+        self.offload.reload()
         if self.had_graphs:
             self._use_graphs()
 

@@ -31,6 +31,7 @@ from transformers.pytorch_utils import Conv1D
 
 from stalewise.config.sections import LoraSection, ModelSection
 from stalewise.errors import ModelError, StoreError, nearest
+from stalewise.models import is_hub_name
 from stalewise.models.loading import load_model, pick_weights_dtype
 from stalewise.store.checkpoints import checkpoint_directory
 
@@ -387,7 +388,7 @@ def _same_weights(first: Path, second: Path) -> bool | None:
 
 def _on_hub(name: str) -> bool:
     """Whether this is `owner/name` and no local directory."""
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).is_dir()
+    return is_hub_name(name) and not Path(name).is_dir()
 
 
 def _absolute(source: str) -> str:

@@ -16,15 +16,9 @@ import torch
 from stalewise.config.run_directory import REFERENCE_FILE
 from stalewise.config.sections import ModelSection, ObjectiveSection
 from stalewise.errors import ModelError, StoreError
-from stalewise.models.attention import PACKED, needs_grids, packs
-from stalewise.models.loading import (
-    load_model,
-    load_tokenizer,
-    pick_device,
-    pick_precision,
-    pick_weights_dtype,
-    resolve_model,
-)
+from stalewise.models import pick_device, pick_precision, resolve_model
+from stalewise.models.attention import PACKED, needs_grids, supports_packing
+from stalewise.models.loading import load_model, load_tokenizer, pick_weights_dtype
 from stalewise.store import Batch, RolloutColumns, ShardManifest, TokenColumn
 from stalewise.store.atomic import sha256_file, write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory, read_state
@@ -118,7 +112,7 @@ class LoadedReference:
         self.precision = pick_precision(model.precision, self.device)
         self.model = load_model(str(path), device=self.device, dtype=pick_weights_dtype(model.precision))
         self.kernels = kernels_for(self.device, measure_logit_map(self.model))
-        is_packed = packs(self.model, self.precision)
+        is_packed = supports_packing(self.model, self.precision)
         if is_packed:
             self.model.set_attn_implementation(PACKED)
         grids, pad_id = needs_grids(self.device, self.precision), load_tokenizer(str(path)).pad_token_id

@@ -194,8 +194,9 @@ def save_model_config(model: Any, directory: Path) -> None:
 class Offload:
     """Moves the data of tensors between a device and the host.
 
-    Frozen tensors are copied once: their host memory is kept. So is that of others, where there is plenty: the system
-    takes longer to map and clear new memory than the copy takes.
+    Unlike those of `models.transfer.StorageOffload`, the tensors can be read on the host meanwhile: a checkpoint may be
+    written. Frozen tensors are copied once: their host memory is kept. Other host memory is kept while there is
+    plenty, since the system takes longer to map and clear new memory than the copy takes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -203,24 +204,24 @@ class Offload:
         self.away: list[Tensor] = []
         self._buffers, self._frozen = HostBuffers(), dict[Tensor, Tensor]()
 
-    def keep(self, frozen: Iterable[Tensor]) -> list[Tensor]:
-        """Copy these tensors, which nobody ever changes, the first time; returns those that can leave."""
-        standing = _that_can_leave(frozen)
+    def copy_frozen(self, frozen: Iterable[Tensor]) -> list[Tensor]:
+        """Copy tensors that never change, at the first call for each; returns those large enough to be offloaded."""
+        standing = _large_enough(frozen)
         new = {str(place): one.detach() for place, one in enumerate(standing) if one not in self._frozen}
         copies = HostBuffers().copy("", new)
         self._frozen |= {standing[int(place)]: copy for place, copy in copies.items()}
         return standing
 
-    def leave(self, tensors: Iterable[Tensor], frozen: Iterable[Tensor] = ()) -> None:
-        """Move the data of these tensors to the host; nobody ever changes those that are `frozen`."""
-        moving, standing = _that_can_leave(tensors), self.keep(frozen)
+    def offload(self, tensors: Iterable[Tensor], frozen: Iterable[Tensor] = ()) -> None:
+        """Move the data of these tensors to the host; the `frozen` ones never change."""
+        moving, standing = _large_enough(tensors), self.copy_frozen(frozen)
         here = self._buffers.copy("", {str(place): one.detach() for place, one in enumerate(moving)})
         self.away += [*moving, *standing]
         for one, data in zip(self.away, [*here.values(), *map(self._frozen.__getitem__, standing)], strict=True):
             one.data = data
 
-    def come_back(self) -> None:
-        """Move it back to the device."""
+    def reload(self) -> None:
+        """Move the data back to the device."""
         away, self.away = self.away, []
         there = [torch.empty(one.shape, dtype=one.dtype, device=self.device) for one in away]
         restore(list(zip((one.detach() for one in away), there, strict=True)), self.device)
@@ -230,5 +231,5 @@ class Offload:
             self._buffers = HostBuffers()
 
 
-def _that_can_leave(tensors: Iterable[Tensor]) -> list[Tensor]:
+def _large_enough(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list(dict.fromkeys(one for one in tensors if one.nbytes > SMALL and one.is_contiguous()))

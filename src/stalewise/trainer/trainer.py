@@ -16,7 +16,8 @@ from torch import Tensor
 from stalewise.config import RunConfig
 from stalewise.distributed import ALONE
 from stalewise.errors import ModelError
-from stalewise.models.loading import load_tokenizer, pick_device, pick_precision
+from stalewise.models import pick_device, pick_precision
+from stalewise.models.loading import load_tokenizer
 from stalewise.models.transfer import HostBuffers, host_copies
 from stalewise.objectives import get_objective
 from stalewise.objectives.diagnostics import age_statistics

@@ -20,7 +20,8 @@ from rundirs import write_run
 from stalewise.api import run as train
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ModelError, StoreError
-from stalewise.models.loading import EMBEDDED, vocabulary_size
+from stalewise.models import EMBEDDED
+from stalewise.models.loading import vocabulary_size
 from stalewise.planning.calibration import fingerprint
 from stalewise.rollout.policy_files import read_policy_files
 from stalewise.store import batch_directories, shard_path

@@ -81,4 +81,4 @@ def test_adapters_are_trained_with_a_rank_or_from_an_adapter() -> None:
 
 
 def test_a_foreign_policy_samples_at_least_one_rollout_of_a_group_and_never_all() -> None:
-    assert [ForeignSection(path="other", share=share).places(8) for share in (0.01, 0.5, 0.99)] == [1, 4, 7]
+    assert [ForeignSection(path="other", share=share).rollouts_per_group(8) for share in (0.01, 0.5, 0.99)] == [1, 4, 7]

@@ -14,7 +14,8 @@ from hubs import EXPORT_FILES, POLICY_FILES, card_of, file_names
 from stalewise.api import evaluate, learn
 from stalewise.config import RunConfig, make_config
 from stalewise.integrations.hub.export import export_policy
-from stalewise.models.loading import EMBEDDED, load_model
+from stalewise.models import EMBEDDED
+from stalewise.models.loading import load_model
 from stalewise.store import batch_directories, open_batch
 from stalewise.store.atomic import read_json
 from stalewise.store.checkpoints import checkpoint_directory

@@ -16,7 +16,7 @@ from stalewise.config import RunConfig, load_config, make_config
 from stalewise.errors import StoreError
 from stalewise.integrations.hub import export, export_policy, export_rollouts
 from stalewise.integrations.hub.card import BasePolicy, base_of, config_file, shareable
-from stalewise.models.loading import EMBEDDED
+from stalewise.models import EMBEDDED
 from stalewise.store.atomic import read_json
 from stalewise.store.checkpoints import checkpoint_directory
 from tiny import call, refused

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from policies import POLICY
+from policies import POLICY, sampling_logp
 from stalewise.errors import ConfigError
 from stalewise.integrations.trl_store import StoredRollouts
 from stalewise.models.loading import load_model, load_tokenizer
-from stalewise.rollout.token_sampling import sampling_logp
 from stalewise.store import batch_directories, open_batch
 from stalewise.types import SamplerSettings
 from tiny import call, called_json, tiny_record, write_config

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stalewise.models.compilation import compile_layers, compiling_pays, kept_logits, recording_pays
-from stalewise.models.loading import load_model, resolve_model
+from stalewise.models import resolve_model
+from stalewise.models.compilation import compile_layers, kept_logits, should_capture_graphs, should_compile
+from stalewise.models.loading import load_model
 
 
 def bytes_and_gradients(keep: float) -> tuple[int, list[torch.Tensor]]:
@@ -67,7 +68,7 @@ def test_what_is_compiled_and_what_is_recorded(
     model = SimpleNamespace(device=torch.device(device), parameters=lambda: iter(weights))
     monkeypatch.setattr("stalewise.models.compilation.can_compile", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
-    assert (compiling_pays(chosen, updates, model), recording_pays(chosen, model)) == (compiled, recorded)
+    assert (should_compile(chosen, updates, model), should_capture_graphs(chosen, model)) == (compiled, recorded)
 
 
 def test_smaller_moments_leave_room_for_graphs_and_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +79,7 @@ def test_smaller_moments_leave_room_for_graphs_and_logits(monkeypatch: pytest.Mo
     )
     # 12 bytes and 8, 4 or 2 for the moments, twice: 4, 3.2, 2.8 GB.
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=3e9))
-    assert [recording_pays("auto", model, moments) for moments in ("float32", "bfloat16", "int8")] == [0, 0, 1]
+    assert [should_capture_graphs("auto", model, moments) for moments in ("float32", "bfloat16", "int8")] == [0, 0, 1]
     assert [kept_logits(model, moments) for moments in ("bfloat16", "int8")] == [0, int(3e9 / 16)]
     layer.weight = layer.weight[1:]  # less than a tenth of the parameters: it would not save much
     assert kept_logits(model, "int8") == 0

@@ -98,10 +98,10 @@ def test_triton_is_read_ahead_where_it_is_and_nothing_happens_elsewhere(monkeypa
     read: list[str] = []
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", SimpleNamespace(triton_key=lambda: read.append("key")))
     monkeypatch.setattr(kernels, "can_compile", lambda: True)
-    kernels.get_ready().join()
+    kernels.warm_up_triton().join()
     assert read == ["key"]
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", None)  # where a later release has it, nobody knows
-    kernels.get_ready().join()
+    kernels.warm_up_triton().join()
     monkeypatch.setattr(kernels, "can_compile", lambda: False)
-    kernels.get_ready().join()
+    kernels.warm_up_triton().join()
     assert read == ["key"]

@@ -17,8 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 import stalewise.models.gguf as package
 from stalewise.errors import ModelError
+from stalewise.models import resolve_model
 from stalewise.models.gguf import MANIFEST, is_gguf
-from stalewise.models.loading import load_model, load_tokenizer, resolve_model, stop_token_ids
+from stalewise.models.loading import load_model, load_tokenizer, stop_token_ids
 from tiny import refused, tiny_record, write_config
 
 gguf = pytest.importorskip("gguf")

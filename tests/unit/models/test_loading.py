@@ -14,15 +14,8 @@ import torch
 from transformers import Gemma3Config, Gemma3TextConfig, MambaConfig
 
 from stalewise.errors import ModelError, TaskError
-from stalewise.models import import_packages, loading
-from stalewise.models.loading import (
-    EMBEDDED,
-    context_length,
-    describe_prompt,
-    encode_prompts,
-    load_tokenizer,
-    resolve_model,
-)
+from stalewise.models import EMBEDDED, import_packages, loading, resolve_model
+from stalewise.models.loading import context_length, describe_prompt, encode_prompts, load_tokenizer
 from stalewise.tasks import make_task
 from stalewise.types import Prompt
 

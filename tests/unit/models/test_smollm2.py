@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 import stalewise.models.gguf as package
 from stalewise.errors import ModelError
 from stalewise.models import gguf as smollm2
-from stalewise.models.loading import encode_prompts, load_model, load_tokenizer, resolve_model, stop_token_ids
+from stalewise.models import resolve_model
+from stalewise.models.loading import encode_prompts, load_model, load_tokenizer, stop_token_ids
 from stalewise.store.atomic import sha256_file
 from stalewise.tasks import make_task
 from stalewise.trainer.logprobs import LogitMap, measure_logit_map

@@ -147,7 +147,7 @@ def joined_weights() -> tuple[torch.Tensor, list[torch.nn.Parameter]]:
     return joined, parts
 
 
-@pytest.mark.parametrize("bring", [module.replace_weights, module._bring])
+@pytest.mark.parametrize("bring", [module.replace_weights, module._copy_from_host])
 def test_weights_are_replaced_whatever_their_type(bring: Callable[[Any], None]) -> None:
     joined = torch.zeros(6, 4)
     old = [joined[:2], joined[2:].T, torch.zeros(5, dtype=torch.bfloat16), torch.zeros(3)]
@@ -160,10 +160,10 @@ def test_weights_are_replaced_whatever_their_type(bring: Callable[[Any], None]) 
 
 
 def test_weights_for_a_device_are_replaced_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches, bring = list[int](), module._bring
+    batches, bring = list[int](), module._copy_from_host
     monkeypatch.setattr(module, "AT_ONCE", 4 * 10)
-    monkeypatch.setattr(module, "_bring", lambda pairs: (batches.append(len(pairs)), bring(pairs))[1])
-    monkeypatch.setattr(module, "_from_the_host", lambda new, old: len(new) != 3)
+    monkeypatch.setattr(module, "_copy_from_host", lambda pairs: (batches.append(len(pairs)), bring(pairs))[1])
+    monkeypatch.setattr(module, "_is_upload", lambda new, old: len(new) != 3)
     old = [torch.zeros(size) for size in (4, 4, 4, 3, 20, 1)]
     new = [torch.rand(len(one)) for one in old]
     module.replace_weights(zip(new, old, strict=True))
@@ -177,10 +177,10 @@ def test_parts_of_a_joined_tensor_stay_its_parts() -> None:
     before = [tensor.detach().clone() for tensor in (joined, *parts, whole, turned, small, hidden)]
     offload = StorageOffload()
     for _ in range(2):
-        offload.leave([*parts, whole, turned, small, whole])
-        offload.leave([*parts, whole, turned, small])  # they are away already
+        offload.offload([*parts, whole, turned, small, whole])
+        offload.offload([*parts, whole, turned, small])  # they are away already
         assert offload.is_away and sizes(joined, *parts, whole, turned, hidden) == [0] * 7 and sizes(small) == [12]
-        offload.come_back()
+        offload.reload()
         after = [joined, *parts, whole, turned, small, hidden]
         assert not offload.is_away and all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
     assert turned.stride() == (1, 60)
@@ -194,9 +194,9 @@ def test_memory_that_torch_did_not_allocate_waits_too() -> None:
     first, second = whole[:1000].view(20, 50), whole[500:]
     assert not whole.untyped_storage().resizable()
     offload = StorageOffload()
-    offload.leave([first, second])
+    offload.offload([first, second])
     assert sizes(first, second) == [0, 0]
-    offload.come_back()
+    offload.reload()
     assert torch.equal(first.flatten(), torch.arange(1000.0)) and torch.equal(second, torch.arange(500.0, 4000.0))
     first[10] = -1  # numbers 500 to 549
     assert second[:50].tolist() == [-1] * 50 and second[50] == 550 and array[500] == 500
@@ -214,16 +214,16 @@ def test_what_is_replaced_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None
     other = torch.randn(40, 50)
     before = other.clone(), parts[0].detach().clone()
     offload = StorageOffload()
-    offload.leave([*parts, other])
-    offload.come_back(parts[::-1])
+    offload.offload([*parts, other])
+    offload.reload(parts[::-1])
     assert copied == [40 * 50 * 4] and torch.equal(other, before[0])  # all rows of the joined tensor are replaced
     with torch.no_grad():
         parts[0].copy_(before[1])
-    offload.leave([*parts, other])
-    offload.come_back(parts[1:])  # not all of it: the first part must come back
+    offload.offload([*parts, other])
+    offload.reload(parts[1:])  # not all of it: the first part must come back
     assert copied[1:] == [40 * 50 * 4 + 60 * 50 * 4] and torch.equal(parts[0], before[1])
-    offload.leave([*parts, other])
-    offload.come_back([*parts, other])
+    offload.offload([*parts, other])
+    offload.reload([*parts, other])
     assert len(copied) == 2
     assert sizes(joined, other) == [12000, 8000]
 
@@ -232,17 +232,17 @@ def test_what_is_dropped_must_be_replaced() -> None:
     joined, parts = joined_weights()
     other, offload = torch.randn(40, 50), StorageOffload()
     kept = other.clone()
-    offload.leave([*parts, other], dropped=parts[:2])  # not all of the joined tensor
+    offload.offload([*parts, other], dropped=parts[:2])  # not all of the joined tensor
     assert offload._buffers.nbytes == 12_000 + 8_000 and sizes(joined, other) == [0, 0]
-    offload.come_back()
+    offload.reload()
     before, offload = joined.clone(), StorageOffload()
-    offload.leave([*parts, other], dropped=parts)
+    offload.offload([*parts, other], dropped=parts)
     assert offload._buffers.nbytes == other.nbytes and sizes(joined, other) == [0, 0]
     for replaced in ([], parts[1:]):
         with pytest.raises(RuntimeError, match="load a checkpoint first"):
-            offload.come_back(replaced)
+            offload.reload(replaced)
         assert offload.is_away and sizes(joined, other) == [0, 0]
-    offload.come_back(parts)
+    offload.reload(parts)
     joined.copy_(before)
     assert not offload.is_away and torch.equal(other, kept) and sizes(joined) == [60 * 50 * 4]
 
@@ -250,7 +250,7 @@ def test_what_is_dropped_must_be_replaced() -> None:
 def test_a_return_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     joined, parts = joined_weights()
     before, offload = joined.clone(), StorageOffload()
-    offload.leave(parts)
+    offload.offload(parts)
 
     def fail(pairs: object, device: object) -> None:
         raise torch.OutOfMemoryError
@@ -258,19 +258,19 @@ def test_a_return_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as there:
         there.setattr(module, "restore", fail)
         with pytest.raises(torch.OutOfMemoryError):
-            offload.come_back()
+            offload.reload()
     assert offload.is_away
-    offload.come_back()
+    offload.reload()
     assert torch.equal(joined, before)
 
 
 def test_host_memory_is_used_again() -> None:
     joined, parts = joined_weights()
     before, offload = joined.clone(), StorageOffload()
-    offload.leave(parts)
+    offload.offload(parts)
     copy = offload._away[0][2]
     assert copy is not None
-    offload.come_back()
+    offload.reload()
     joined += 1
-    offload.leave(parts)
+    offload.offload(parts)
     assert offload._away[0][2] is copy and torch.equal(copy.view(torch.float32).view(60, 50), before + 1)

@@ -13,7 +13,7 @@ import torch
 from scipy.stats import binomtest
 
 from stalewise.errors import TaskError
-from stalewise.models.loading import EMBEDDED
+from stalewise.models import EMBEDDED
 from stalewise.orchestrator.evaluation import (
     average,
     bootstrap,

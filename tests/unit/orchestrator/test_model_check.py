@@ -13,7 +13,7 @@ from families import build, settings
 from stalewise.api import evaluate, run
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ModelError
-from stalewise.models.loading import EMBEDDED
+from stalewise.models import EMBEDDED
 from stalewise.orchestrator import model_check
 from stalewise.orchestrator.model_check import NEW_TOKENS, check_model, stage_problem, trial_requests
 from stalewise.orchestrator.preflight import examine

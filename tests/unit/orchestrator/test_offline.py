@@ -14,7 +14,7 @@ from callbacks import Listener, StopAt
 from stalewise.api import learn
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ConfigError, ModelError, StoreError
-from stalewise.models.loading import EMBEDDED
+from stalewise.models import EMBEDDED
 from stalewise.orchestrator.offline import SourceBatch
 from stalewise.staleness.schedule import ListedSchedule
 from stalewise.store import (

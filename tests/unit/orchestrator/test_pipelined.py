@@ -18,7 +18,7 @@ from processes import FORKING
 from stalewise.api import generate, run
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ConfigError, EngineError
-from stalewise.models.loading import EMBEDDED, resolve_model
+from stalewise.models import EMBEDDED, resolve_model
 from stalewise.orchestrator import pipelined
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.orchestrator.pipelined import BackgroundGeneration

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import stalewise
 from stalewise.config.run_directory import read_config
 from stalewise.errors import ConfigError, ModelError, StoreError, TaskError
-from stalewise.models.loading import EMBEDDED
+from stalewise.models import EMBEDDED
 from stalewise.objectives import registry
 from stalewise.orchestrator import python_objects
 from stalewise.store import open_batch

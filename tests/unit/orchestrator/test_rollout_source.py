@@ -8,7 +8,7 @@ import pytest
 
 from stalewise.config import ScheduleSection
 from stalewise.config.sections import ModelSection
-from stalewise.models.loading import EMBEDDED
+from stalewise.models import EMBEDDED
 from stalewise.orchestrator.offline import OfflineRollouts
 from stalewise.orchestrator.pipelined import BackgroundGeneration
 from stalewise.orchestrator.rollout_source import RolloutSource

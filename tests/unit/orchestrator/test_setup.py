@@ -17,7 +17,7 @@ from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import read_config
 from stalewise.config.sections import ObjectiveSection
 from stalewise.errors import ConfigError
-from stalewise.models.loading import EMBEDDED, resolve_model
+from stalewise.models import EMBEDDED, resolve_model
 from stalewise.orchestrator import setup as module
 from stalewise.orchestrator.preflight import check_objective, examine
 from stalewise.orchestrator.setup import (

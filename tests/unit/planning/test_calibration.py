@@ -17,7 +17,7 @@ from stalewise.config import RunConfig, make_config, set_dotted
 from stalewise.config.run import _keys
 from stalewise.config.run_directory import identity_differences
 from stalewise.errors import CalibrationError
-from stalewise.models.loading import EMBEDDED
+from stalewise.models import EMBEDDED
 from stalewise.planning.calibration import (
     Calibration,
     CalibrationIdentity,

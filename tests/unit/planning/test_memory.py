@@ -16,8 +16,9 @@ from policies import SIZE
 from stalewise.config import RunConfig, make_config
 from stalewise.config.sections import SuiteSection
 from stalewise.errors import ModelError
+from stalewise.models import EMBEDDED, pick_device
 from stalewise.models.attention import PACKED, packed_arguments
-from stalewise.models.loading import EMBEDDED, load_model, pick_device
+from stalewise.models.loading import load_model
 from stalewise.orchestrator.preflight import examine
 from stalewise.planning.memory import (
     GIB,

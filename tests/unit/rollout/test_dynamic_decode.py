@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from families import build, plain_logp
 from stalewise.errors import ModelError
-from stalewise.models.loading import EMBEDDED
+from stalewise.models import EMBEDDED
 from stalewise.rollout.engines import dynamic_decode as module
 from stalewise.rollout.engines.dynamic_decode import (
     PreallocatedLayer,

@@ -14,17 +14,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from policies import tokens_of
+from policies import sampling_logp, tokens_of
 from sampling import steps_requests as requests
 from sampling import steps_sampler as make
 from stalewise.errors import ModelError
-from stalewise.models import fused_ops, transfer
+from stalewise.models import EMBEDDED, fused_ops, resolve_model, transfer
 from stalewise.models.kernels import SlotState, StepRows
-from stalewise.models.loading import EMBEDDED, encode_prompts, load_model, load_tokenizer, resolve_model
+from stalewise.models.loading import encode_prompts, load_model, load_tokenizer
 from stalewise.rollout.engines.embedded import HFSampler, _same_steps, _same_uniforms, decode_texts
 from stalewise.rollout.engines.paged_cache import advance_slots, read_slots
 from stalewise.rollout.sampler import Request, Response
-from stalewise.rollout.token_sampling import device_uniforms, sampling_logp
+from stalewise.rollout.token_sampling import device_uniforms
 from stalewise.tasks.arithmetic import Steps
 from stalewise.types import FinishReason, SamplerSettings
 

@@ -16,7 +16,8 @@ from benchmarks.tool_gsm8k import chat_tokenizer
 
 from sampling import steps_sampler
 from stalewise.errors import ModelError
-from stalewise.models.loading import EMBEDDED, load_model
+from stalewise.models import EMBEDDED
+from stalewise.models.loading import load_model
 from stalewise.rollout.engines import paged_cache, slot_turns
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.episodes import CallJournal, TurnEncoder, encode_first, episode_rewards, play_episodes

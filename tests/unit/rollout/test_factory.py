@@ -38,11 +38,11 @@ def test_the_engine_of_the_config_is_the_one_that_is_made(runs: Path) -> None:
 def test_the_sampler_is_compiled_only_if_asked_for(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "can_compile", lambda: True)
     large = SimpleNamespace(device=torch.device("cuda"), parameters=lambda: [torch.empty(10**9, device="meta")])
-    assert compilation.compiling_pays("auto", 4096, large)  # the learner's
+    assert compilation.should_compile("auto", 4096, large)  # the learner's
     for choice in ("auto", "always"):
         long = {"learner": {"compile": choice}, "schedule": {"kind": "staged", "updates": 4096, "stages": 4}}
         sampler: Any = make_sampler(make_config(tiny_record(runs) | long))
-        assert sampler._compiling_pays(large) is (choice == "always")
+        assert sampler._should_compile(large) is (choice == "always")
 
 
 PIPELINED: dict[str, Any] = {"schedule": {"kind": "pipelined", "generator_device": "cuda:1"}}

@@ -117,12 +117,12 @@ def test_the_other_policy_makes_way_for_the_learner_and_comes_back(other: Path) 
 def test_how_many_places_a_share_comes_to() -> None:
     def places(share: float, group_size: int) -> int:
         section = {"foreign": {"path": "arithmetic-steps", "share": share}}
-        return make_config({"sampler": section}).sampler.foreign.places(group_size)
+        return make_config({"sampler": section}).sampler.foreign.rollouts_per_group(group_size)
 
     assert [places(0.5, size) for size in (2, 4, 8)] == [1, 2, 4]
     assert [places(0.01, size) for size in (2, 8)] == [1, 1]
     assert [places(0.99, size) for size in (2, 8)] == [1, 7]
-    assert make_config({}).sampler.foreign.places(8) == 0
+    assert make_config({}).sampler.foreign.rollouts_per_group(8) == 0
 
 
 @pytest.mark.parametrize(("file", "edit", "message"), OTHER_TOKENS, ids=[message for _, _, message in OTHER_TOKENS])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from stalewise.errors import ModelError
-from stalewise.rollout.sampler import OffloadableSampler, Response, check_lengths
+from stalewise.rollout.sampler import OffloadableSampler, Response, check_lengths, token_limit
 from stalewise.types import FinishReason
 
 
@@ -28,6 +31,14 @@ def test_the_longest_prompt_and_its_response_must_fit() -> None:
     check_lengths([[1] * 99], limit=None, max_new_tokens=5)
     with pytest.raises(ModelError, match=r"prompt has 3 tokens; .* the model's context of 7: .* to at most 4$"):
         check_lengths([[1], [1, 2, 3]], limit=7, max_new_tokens=5)
+
+
+def test_a_token_limit_ends_with_its_context_whatever_happens() -> None:
+    sampler: Any = SimpleNamespace(max_new_tokens=8)
+    with pytest.raises(ModelError), token_limit(sampler, 1):
+        assert sampler.max_new_tokens == 1
+        raise ModelError("no memory")
+    assert sampler.max_new_tokens == 8
 
 
 def test_a_sampler_that_can_sleep_is_known_by_its_method() -> None:

@@ -17,11 +17,13 @@ from policies import tokens_of
 from sampling import steps_requests as requests
 from sampling import steps_sampler as make
 from stalewise.errors import ModelError
-from stalewise.models.loading import EMBEDDED, load_model, load_tokenizer, resolve_model
+from stalewise.models import EMBEDDED, resolve_model
+from stalewise.models.loading import load_model, load_tokenizer
 from stalewise.rollout.engines import paged_cache, slot_decode
 from stalewise.rollout.engines.embedded import HFSampler
+from stalewise.rollout.engines.paged_cache import free_for_slots
 from stalewise.rollout.engines.request_queue import LengthHistory, RequestQueue
-from stalewise.rollout.engines.slot_decode import SlotDecoder, SlotStatus, StepKernels, free_for_slots, slots_problem
+from stalewise.rollout.engines.slot_decode import SlotDecoder, SlotStatus, StepKernels, slots_problem
 from stalewise.rollout.sampler import Request
 from stalewise.types import FinishReason, SamplerSettings
 
@@ -480,7 +482,7 @@ def test_a_capture_that_fails_is_said_and_steps_are_launched(
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(SlotDecoder, "__init__", as_on_a_gpu)
-    monkeypatch.setattr(SlotDecoder, "_try", try_step)
+    monkeypatch.setattr(SlotDecoder, "_warm_up", try_step)
     monkeypatch.setattr("stalewise.rollout.engines.slot_decode.recording", fail)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     slotted = make(slots=True)

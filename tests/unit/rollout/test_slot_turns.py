@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from stalewise.models.loading import EMBEDDED
+from stalewise.models import EMBEDDED
 from stalewise.rollout.engines import paged_cache, slot_decode
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.engines.paged_cache import SlotBlocks

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from stalewise.rollout.token_sampling import device_uniforms, draw, rollout_seed, sampling_logp, uniforms
+from policies import sampling_logp
+from stalewise.rollout.token_sampling import device_uniforms, draw, rollout_seed, uniforms
 from stalewise.types import SamplerSettings
 
 LOGITS = torch.tensor([[math.log(0.5), math.log(0.3), math.log(0.2)]])

@@ -327,7 +327,7 @@ def test_processes_end_with_a_parent_that_was_killed(tmp_path: Path, monkeypatch
     code = """
 from stalewise.rollout.sampler import Request
 from stalewise.rollout.engines.vllm import VllmSampler
-from stalewise.models.loading import EMBEDDED
+from stalewise.models import EMBEDDED
 from stalewise.config.sections import VllmSection
 from stalewise.types import SamplerSettings
 sampler = VllmSampler(SamplerSettings(), max_new_tokens=6, options=VllmSection())

@@ -16,6 +16,8 @@ from stalewise.rollout.workers.work_order import (
     is_open,
     open_orders,
     place_order,
+    plan_record,
+    read_plan,
     withdraw_order,
 )
 from stalewise.store.object_store import DirectoryStore
@@ -45,6 +47,14 @@ def test_a_batch_has_one_order(tmp_path: Path) -> None:
 def test_a_shard_fits_the_order_that_it_was_made_for() -> None:
     assert ORDER.fits(ORDER.provenance) and ORDER.fits({})  # a shard of an earlier release does not say
     assert not ORDER.fits({**ORDER.provenance, "seed": 8}) and not ORDER.fits({"policy": "another"})
+
+
+def test_the_json_form_of_a_plan_has_the_names_of_earlier_releases() -> None:
+    plan = replace(PLAN, foreign="other", foreign_rollouts=1, rounds=(2, 2))
+    record = json.loads(json.dumps(plan_record(plan)))
+    assert read_plan(record) == plan
+    assert record["foreign_places"] == 1 and "foreign_rollouts" not in record
+    assert ORDER.name == "g000003-v000064-ccbea352e045"  # as before the field had its present name
 
 
 @pytest.mark.parametrize("content", [b"half", b"{}", b"[]"])

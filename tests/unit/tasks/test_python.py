@@ -12,7 +12,7 @@ import pytest
 from prompts import write
 from stalewise.errors import TaskError
 from stalewise.tasks import make_task, make_verifier
-from stalewise.tasks.base import command_of_a_child
+from stalewise.tasks.base import child_command
 from stalewise.tasks.rows import Row, RowsTask
 from stalewise.tasks.verifiers.judge_process import judged
 from stalewise.tasks.verifiers.python import PythonVerifier, load_judge
@@ -78,7 +78,7 @@ def test_a_child_finds_what_its_parent_finds_and_nothing_in_the_working_director
     (tmp_path / "beside.py").touch()  # a reward function's module, say
     monkeypatch.syspath_prepend(str(tmp_path / "apart"))
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # as that of an installed script
-    command = command_of_a_child("of_the_parent", "a b", str(tmp_path), safe=safe)
+    command = child_command("of_the_parent", "a b", str(tmp_path), safe=safe)
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == (f"{['a b', str(tmp_path)]} {not safe} {not safe}\n", "")
 

@@ -60,7 +60,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
         "use_mem_pool": Pool.used,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    monkeypatch.setattr(graphs, "make_room", lambda: None)
+    monkeypatch.setattr(graphs, "free_cache_for_graphs", lambda: None)
     monkeypatch.setattr(graphs.torch, "autocast", lambda device, **options: autocast("cpu", **options))
 
 
@@ -152,7 +152,7 @@ def test_launches_use_the_memory_of_graphs_and_ask_for_room_when_they_grow(monke
     layout, asked = Layout(10_000, common_sizes=True), list[int]()
     small, large = (next(micro_batches(rollouts(groups=n), layout, CPU)) for n in (1, 8))
     assert small.padded_tokens < large.padded_tokens
-    monkeypatch.setattr(graphs, "make_room", lambda: asked.append(body.pool.uses))
+    monkeypatch.setattr(graphs, "free_cache_for_graphs", lambda: asked.append(body.pool.uses))
     for part in (small, small, large, small):
         body(part).sum().backward()
     assert body.pool.uses == 8  # of four forward and four backward passes

@@ -21,7 +21,7 @@ from transformers import (
 from policies import SIZE
 from stalewise.distributed import ALONE
 from stalewise.errors import ModelError
-from stalewise.models.attention import packs
+from stalewise.models.attention import supports_packing
 from stalewise.models.compilation import compile_layers
 from stalewise.models.loading import load_model, load_tokenizer
 from stalewise.trainer.cuda_graphs import hidden_states
@@ -108,7 +108,7 @@ def test_models_that_cannot_be_recomputed_are_refused() -> None:
 @pytest.mark.parametrize("packed", [True, False])
 def test_packed_and_padded_sequences_give_the_same_gradient(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = gradient_after_update("p3o", 100_000)
-    monkeypatch.setattr("stalewise.trainer.execution.packs", lambda model, precision: packed)
+    monkeypatch.setattr("stalewise.trainer.execution.supports_packing", lambda model, precision: packed)
     found, _ = gradient_after_update("p3o", 60)
     assert (found - whole).norm() <= 2e-4 * whole.norm()
 
@@ -137,15 +137,15 @@ def tiny(kind: str) -> Any:
 def test_only_what_packs_is_packed(kind: str, expected: bool) -> None:
     model = tiny(kind)
     before = model.config._attn_implementation
-    assert packs(model) is expected
+    assert supports_packing(model) is expected
     assert model.config._attn_implementation == before
 
 
 def test_attention_in_chunks_is_refused() -> None:
     model = tiny("mistral")
-    assert packs(model)
+    assert supports_packing(model)
     model.config.attention_chunk_size = 8
-    assert not packs(model)
+    assert not supports_packing(model)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about itself

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from stalewise.models import resolve_model
 from stalewise.models.compilation import compile_layers
-from stalewise.models.loading import load_model, resolve_model
+from stalewise.models.loading import load_model
 from stalewise.trainer.fused_linears import RoundedWeights, StreamParameters
 
 

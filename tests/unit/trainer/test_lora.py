@@ -23,8 +23,9 @@ from stalewise.api import run
 from stalewise.config import RunConfig, make_config
 from stalewise.config.sections import LearnerSection, ModelSection
 from stalewise.errors import ConfigError, ModelError, StoreError
+from stalewise.models import EMBEDDED
 from stalewise.models.attention import PACKED
-from stalewise.models.loading import EMBEDDED, load_model, load_tokenizer
+from stalewise.models.loading import load_model, load_tokenizer
 from stalewise.models.transfer import SMALL, HostBuffers
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.sampler import Request

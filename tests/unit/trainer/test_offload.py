@@ -21,10 +21,10 @@ def test_data_moves_and_comes_back() -> None:
     before = [tensor.clone() for tensor in (large, small, turned)]
     places = [tensor.data_ptr() for tensor in (large, small, turned)]
     moved = Offload(CPU)
-    moved.leave([large, small, turned, large])
+    moved.offload([large, small, turned, large])
     assert [one is large for one in moved.away] == [True]  # once; small ones and views of others stay
     assert large.data_ptr() != places[0] and [small.data_ptr(), turned.data_ptr()] == places[1:]
-    moved.come_back()
+    moved.reload()
     assert not moved.away
     assert all(torch.equal(a, b) for a, b in zip((large, small, turned), before, strict=True))
 
@@ -32,22 +32,22 @@ def test_data_moves_and_comes_back() -> None:
 def test_what_is_frozen_is_copied_once_and_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, frozen = torch.zeros(2000), torch.ones(3000)
     moved = Offload(CPU)
-    moved.leave([weight], [frozen])
+    moved.offload([weight], [frozen])
     places = weight.data_ptr(), frozen.data_ptr()
-    moved.come_back()
+    moved.reload()
     assert {weight.data_ptr(), frozen.data_ptr()}.isdisjoint(places)
     weight += 1
     frozen += 1  # it is not: so this is lost
-    moved.leave([weight], [frozen])
+    moved.offload([weight], [frozen])
     assert (weight.data_ptr(), frozen.data_ptr()) == places
     assert (weight.unique().item(), frozen.unique().item()) == (1.0, 1.0)
-    moved.come_back()
-    moved.leave([frozen[:2000], weight])  # others, of other sizes
-    moved.come_back()
+    moved.reload()
+    moved.offload([frozen[:2000], weight])  # others, of other sizes
+    moved.reload()
     assert weight.unique().item() == 1.0 and moved._buffers.nbytes == 2 * weight.nbytes
     monkeypatch.setattr(offload, "PLENTY", 0.0)
-    moved.leave([weight], [frozen])
-    moved.come_back()
+    moved.offload([weight], [frozen])
+    moved.reload()
     assert not moved._buffers.nbytes and (weight.unique().item(), frozen.unique().item()) == (1.0, 1.0)
 
 

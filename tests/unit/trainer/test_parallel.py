@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stalewise.config import make_config
-from stalewise.distributed import ALONE, VARIABLES, Launch, environment_of_a_child, launched
+from stalewise.distributed import ALONE, VARIABLES, Launch, child_environment, launched
 from stalewise.errors import ConfigError
 from stalewise.planning.memory import GIB, ModelShape, check_memory, estimate, pick_parallel
 from stalewise.trainer import parallel
@@ -28,7 +28,7 @@ def test_the_environment_says_how_many_there_are(environment: pytest.MonkeyPatch
     for name, value in place.items():
         environment.setenv(name, value)
     assert launched() == Launch(3, 4, 1, 4) and not launched().is_first
-    assert not set(VARIABLES) & environment_of_a_child().keys()
+    assert not set(VARIABLES) & child_environment().keys()
     environment.setenv("RANK", "three")
     with pytest.raises(ConfigError, match=r"the environment names no ranks .*RANK=three"):
         launched()

@@ -15,7 +15,8 @@ from callbacks import StopAt
 from policies import POLICY, SIZE
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
-from stalewise.models.loading import EMBEDDED, load_tokenizer, pick_precision, pick_weights_dtype
+from stalewise.models import EMBEDDED, pick_precision
+from stalewise.models.loading import load_tokenizer, pick_weights_dtype
 from stalewise.store.atomic import sha256_file
 from stalewise.store.checkpoints import checkpoint_directory
 from stalewise.trainer.trainer import Trainer

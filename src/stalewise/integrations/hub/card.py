@@ -21,7 +21,7 @@ from stalewise.config import RunConfig
 from stalewise.config.run_directory import EXPORT_FORMAT, EXPORT_RECORD, flatten, read_config
 from stalewise.config.template import toml
 from stalewise.errors import StoreError, visible
-from stalewise.models import embedded_policies
+from stalewise.models import embedded_policies, is_hub_name
 from stalewise.models.gguf import SMOLLM2, is_gguf
 from stalewise.reporting.read import Run
 from stalewise.reporting.render import describe_stage_end
@@ -356,8 +356,7 @@ def up_to(run: Run, version: int) -> Run:
 
 def hub_dataset(task: str, path: str) -> str:
     """The hub name of the training data; empty if it has none."""
-    is_name = path.count("/") == 1 and not path.startswith((".", "/", "~")) and not Path(path).exists()
-    return path if task == "hf" and is_name else ""
+    return path if task == "hf" and is_hub_name(path) and not Path(path).exists() else ""
 
 
 def _results(evaluation: Mapping[str, Any], dataset: str) -> list[Any]:

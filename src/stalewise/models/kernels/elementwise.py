@@ -1,7 +1,7 @@
-"""Norms, gated products and sums of segments as Triton kernels of one pass each; norms have a low-precision result.
+"""Triton kernels of one pass each: norms, gated products, and sums of keys' gradients over the copies of a token.
 
-Autocast rounds the result of a norm before every use, in a pass of its own, and widens its gradient in another.
-Axes: T tokens, H hidden size.
+Norms return a result in low precision: autocast would round it before every use in a pass of its own, and widen its
+gradient in another. Axes: T tokens, H hidden size.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-WIDEST = 16384  # numbers of a row, which a program holds at once
 # Programs of a backward pass: enough warps to hide the loads of others. Fixed by the width, so that sums do not depend
 # on the device.
 FEWEST_PROGRAMS, NUMBERS_AT_ONCE = 512, 1 << 21
@@ -39,8 +38,18 @@ def added_normed_on_device(
     factor_T = torch.empty(rows, dtype=torch.float32, device=x_TH.device)
     if rows:
         size = triton.next_power_of_2(width)
-        given = x_TH, addition_TH, weight_H, sum_TH, y_TH, factor_T, epsilon
-        _added_normed[(rows,)](*given, WIDTH=width, SIZE=size, num_warps=_warps(size))  # pyright: ignore[reportIndexIssue]
+        _added_normed[(rows,)](  # pyright: ignore[reportIndexIssue]
+            x_TH,
+            addition_TH,
+            weight_H,
+            sum_TH,
+            y_TH,
+            factor_T,
+            epsilon,
+            WIDTH=width,
+            SIZE=size,
+            num_warps=_warps(size),
+        )
     return sum_TH, y_TH, factor_T
 
 
@@ -63,9 +72,17 @@ def norm_gradients_on_device(
     programs = min(rows, max(FEWEST_PROGRAMS, NUMBERS_AT_ONCE // size))
     partial = torch.empty(programs, width, dtype=torch.float32, device=x_TH.device)
     if rows:
-        given = gradient_TH, x_TH, weight_H, factor_T, x_TH if others_TH is None else others_TH, x_grad_TH, low_TH
         _norm_gradients[(programs,)](  # pyright: ignore[reportIndexIssue]
-            *(*given, partial, rows, programs),
+            gradient_TH,
+            x_TH,
+            weight_H,
+            factor_T,
+            x_TH if others_TH is None else others_TH,
+            x_grad_TH,
+            low_TH,
+            partial,
+            rows,
+            programs,
             ADDS=others_TH is not None,
             LOW=dtype is not None,
             WIDTH=width,
@@ -165,9 +182,17 @@ def gated_gradients_on_device(gradient_TF: Tensor, gate_TF: Tensor, up_TF: Tenso
     tokens, width = gate_TF.shape
     both = torch.empty(tokens, 2 * width, dtype=gate_TF.dtype, device=gate_TF.device)
     if tokens:
-        strides = gradient_TF.stride(0), gate_TF.stride(0), up_TF.stride(0)
         _gated_gradients[(tokens, triton.cdiv(width, BLOCK))](  # pyright: ignore[reportIndexIssue]
-            gradient_TF, gate_TF, up_TF, both, *strides, WIDTH=width, SIZE=BLOCK, num_warps=4
+            gradient_TF,
+            gate_TF,
+            up_TF,
+            both,
+            gradient_TF.stride(0),
+            gate_TF.stride(0),
+            up_TF.stride(0),
+            WIDTH=width,
+            SIZE=BLOCK,
+            num_warps=4,
         )
     return both
 

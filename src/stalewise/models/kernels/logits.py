@@ -1,7 +1,8 @@
-"""Statistics of logits, their gradient, and what a decoding step does besides the model, as Triton kernels; torch takes
-a dozen launches for each.
+"""Triton kernels for log-softmax statistics, their gradient, and token sampling.
 
-The first two read the output layer's product x. Logits are scale · x, or with a cap cap · tanh(scale · x / cap).
+Also here: the random numbers of a decoding step, and reading and advancing the state of its slots. In torch, each takes
+a dozen launches. Statistics and gradient read the product x of the output layer. Logits are scale · x, or with a cap
+cap · tanh(scale · x / cap).
 Axes: C rows, V vocabulary; R rows of a decoding step, S slots.
 """
 
@@ -15,9 +16,10 @@ from torch import Tensor
 from stalewise.models.kernels import SlotState, StepRows
 
 CHUNK = 4096  # tokens of the vocabulary at a time
-ROWS = 256  # random numbers of a program
-SLOTS, STOPS = 64, 32  # rows of a program that reads or advances slots, and tokens that end a response, at once
-WIDTH = 64  # tokens of a chunk whose probabilities are summed before one of them is drawn
+ROWS = 256  # random numbers per program
+SLOTS = 64  # rows per program that reads or advances slots
+STOPS = 32  # stop tokens that are compared at a time
+WIDTH = 64  # tokens of a block: a chunk's probabilities are summed by block before a token of one block is drawn
 
 
 def statistics_on_device(
@@ -56,7 +58,12 @@ def gradient_on_device(
         gradient_C = gradient_C.contiguous()
         entropy_C, its_gradient_C = (lse_C, gradient_C) if of_entropy is None else of_entropy
         _gradient[(rows, triton.cdiv(vocabulary, CHUNK))](  # pyright: ignore[reportIndexIssue]
-            *(product_CV, lse_C, target_C, gradient_C, entropy_C.contiguous(), its_gradient_C.contiguous()),
+            product_CV,
+            lse_C,
+            target_C,
+            gradient_C,
+            entropy_C.contiguous(),
+            its_gradient_C.contiguous(),
             **fixed,
             num_warps=8,
         )
@@ -158,7 +165,12 @@ def draw_on_device(logits_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor
         highest, mass = (torch.empty(rows, chunks, dtype=torch.float32, device=logits_RV.device) for _ in range(2))
         _masses[(rows, chunks)](logits_RV, highest, mass, **sizes, num_warps=4)  # pyright: ignore[reportIndexIssue]
         _draw[(rows,)](  # pyright: ignore[reportIndexIssue]
-            *(logits_RV, highest, mass, uniform_R.double().contiguous(), token_R, logp_R),
+            logits_RV,
+            highest,
+            mass,
+            uniform_R.double().contiguous(),
+            token_R,
+            logp_R,
             **sizes,
             CHUNKS=triton.next_power_of_2(chunks),
             WIDTH=min(WIDTH, size),
@@ -265,13 +277,22 @@ def _uniforms(seed, position, uniform, rows, SIZE: tl.constexpr):
 
 
 def read_slots_on_device(slot_R: Tensor, state: SlotState) -> StepRows:
-    """What a step needs to know of its rows, as `paged_cache.read_slots`."""
+    """The inputs of a step for its rows, as `paged_cache.read_slots` returns them."""
     count = len(slot_R)
     rows = torch.empty(len(StepRows._fields), count, dtype=torch.int64, device=slot_R.device)
     if count:
         _read_slots[(triton.cdiv(count, SLOTS),)](  # pyright: ignore[reportIndexIssue]
-            *(slot_R, state.numbers, state.alive_S.view(torch.uint8), state.block_SB, rows),
-            *(count, *state.block_SB.shape, state.block_size, state.prompt_blocks, state.new_tokens),
+            slot_R,
+            state.numbers,
+            state.alive_S.view(torch.uint8),
+            state.block_SB,
+            rows,
+            count,
+            state.block_SB.shape[0],
+            state.block_SB.shape[1],
+            state.block_size,
+            state.prompt_blocks,
+            state.new_tokens,
             SIZE=SLOTS,
             num_warps=2,
         )
@@ -319,11 +340,23 @@ def _read_slots(
 def advance_slots_on_device(slot_R: Tensor, rows: StepRows, token_R: Tensor, logp_R: Tensor, state: SlotState) -> None:
     """Write the tokens of a step, and which rows go on, as `paged_cache.advance_slots`; slots are distinct."""
     if len(slot_R):
-        known = rows.count_R, rows.limit_R, rows.forced_R, rows.alive_R
-        kept = state.numbers, state.alive_S.view(torch.uint8), state.all_ids, state.all_logp, state.stop_ids
         _advance_slots[(triton.cdiv(len(slot_R), SLOTS),)](  # pyright: ignore[reportIndexIssue]
-            *(slot_R, *known, token_R, logp_R, *kept),
-            *(len(slot_R), state.numbers.shape[1], state.new_tokens, len(state.stop_ids)),
+            slot_R,
+            rows.count_R,
+            rows.limit_R,
+            rows.forced_R,
+            rows.alive_R,
+            token_R,
+            logp_R,
+            state.numbers,
+            state.alive_S.view(torch.uint8),
+            state.all_ids,
+            state.all_logp,
+            state.stop_ids,
+            len(slot_R),
+            state.numbers.shape[1],
+            state.new_tokens,
+            len(state.stop_ids),
             SIZE=SLOTS,
             STOPS=STOPS,
             num_warps=2,

@@ -1,9 +1,9 @@
-"""The embedded engine: transformers' forward pass with a key-value cache, decoded in large batches.
+"""The embedded engine: decodes with transformers' models in this process.
 
 GPUs decode in slots (`slot_decode.py`), CPUs with a growing cache (`dynamic_decode.py`). Each response has its own
-random numbers, so its tokens depend neither on the batch nor on the way of decoding.
-While the trainer works, weights may wait in host memory (`HFSampler.sleep`).
-`sampler.weights` simulates an engine in 8 bits: matrices are rounded in place, reversibly (`QuantizableWeights`).
+random numbers, so its tokens depend neither on the batch nor on the way of decoding. While the trainer works, weights
+may be in host memory (`HFSampler.sleep`). `sampler.weights` simulates an engine in 8 bits: matrices are rounded in
+place, and exact ones are restored later (`QuantizableWeights`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from stalewise.errors import ModelError
 from stalewise.models.compilation import compile_pieces
 from stalewise.models.fused_ops import fuse_for_decoding, fused_rotation
-from stalewise.models.kernels import SlotState, StepRows, can_compile, get_ready
-from stalewise.models.loading import context_length, load_model, load_tokenizer, stop_token_ids
+from stalewise.models.kernels import SlotState, StepRows, can_compile, warm_up_triton
+from stalewise.models.loading import context_length, load_model, load_tokenizer, stop_token_ids, tensor_names
 from stalewise.models.transfer import StorageOffload, replace_weights
 from stalewise.rollout.engines.dynamic_decode import (
     RowCache,
@@ -51,14 +51,21 @@ from stalewise.rollout.sampler import Request, Response, TurnSource, check_lengt
 from stalewise.rollout.token_sampling import device_uniforms
 from stalewise.types import FinishReason, SamplerSettings
 
+log = logging.getLogger(__name__)
 FP8 = torch.float8_e4m3fn
-LARGEST = {"fp8": torch.finfo(FP8).max, "int8": 127.0}  # what the largest weight of an output becomes
+LARGEST = {"fp8": torch.finfo(FP8).max, "int8": 127.0}  # the largest weight of each output is scaled to this
+ROOM_STEP = 32  # prompt room is rounded up to a multiple of this, so that a decoder mostly fits the next prompts, too
+POOL = 32_768  # requests that are sampled together on a GPU
+POOL_TOKENS = 1 << 26  # limit of their tokens, so that long responses are committed now and then
+# Share of a GPU's memory. torch keeps memory of prefills for their stream; the trainer's passes cannot use it.
+UNUSED_SHARE = 0.03
+LEAST_MEMORY = 0.1  # share of the free memory: a decoder that has no room in this much has no room at all
 
 
 def fake_quantize(weight_OI: Tensor, kind: str) -> Tensor:
     """The matrix rounded to 8 bits, in its own precision."""
     exact_OI, largest = weight_OI.float(), LARGEST[kind]
-    # An output whose weights are all 0 may have any scale but 0.
+    # An output whose weights are all 0 may have any scale except 0.
     scale_O1 = (exact_OI.abs().amax(dim=1, keepdim=True) / largest).clamp(min=torch.finfo(torch.float32).tiny)
     scaled_OI = (exact_OI / scale_O1).clamp(-largest, largest)
     whole_OI = scaled_OI.to(FP8).float() if kind == "fp8" else scaled_OI.round()
@@ -66,16 +73,16 @@ def fake_quantize(weight_OI: Tensor, kind: str) -> Tensor:
 
 
 class QuantizableWeights:
-    """The weights of a model, exact at first; values are copied in place, since CUDA graphs read fixed addresses."""
+    """Switches a model between exact and rounded weights, in place, since CUDA graphs read fixed addresses."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._kind = "exact"
-        self._exact: list[Tensor] = []  # in host memory, while rounded ones are in use
+        self._exact: list[Tensor] = []  # copies in host memory, while rounded weights are in use
 
     @torch.no_grad()
     def use(self, kind: str) -> None:
-        """Compute with weights of this kind from now on."""
+        """Switch to weights of this kind: "exact", "fp8" or "int8"."""
         if kind == self._kind:
             return
         matrices = linear_matrices(self._model)
@@ -90,7 +97,7 @@ class QuantizableWeights:
 
 
 def linear_matrices(model: Any) -> list[Tensor]:
-    """The matrices [O, I] of all linear layers but the output layer, as views of the model's memory."""
+    """The matrices [O, I] of all linear layers except the output layer, as views of the model's memory."""
     outside = [
         name
         for name, module in model.named_modules()
@@ -110,23 +117,6 @@ def linear_matrices(model: Any) -> list[Tensor]:
     return list(matrices.values())
 
 
-log = logging.getLogger(__name__)
-ROOM_STEP = 32  # prompt room is a multiple of this, so that slots made for one set of prompts mostly fit the next
-POOL, POOL_TOKENS = 32_768, 1 << 26  # requests; tokens at most, so that long responses are committed now and then
-# Of a GPU's memory: what prefills took is kept by torch for its own stream, and the learner's passes have another one.
-UNUSED_SHARE = 0.03
-LEAST_MEMORY = 0.1  # of the free memory: out of it with less than this, nothing helps
-
-
-def tensor_names(weights: Path) -> frozenset[str]:
-    """Names of the tensors in a safetensors file, from its header; a damaged file is a ModelError."""
-    try:
-        with safe_open(weights, framework="pt") as file:
-            return frozenset(file.keys())
-    except SafetensorError as error:
-        raise ModelError(f"{weights} cannot be read ({error}): copy it again") from error
-
-
 class HFSampler:
     """Samples from a Hugging Face model in this process."""
 
@@ -140,39 +130,43 @@ class HFSampler:
         on_tokens: Callable[[int], object] = lambda count: None,
         slots: bool | None = None,
         fused: bool | None = None,
-        compiling_pays: Callable[[Any], bool] = lambda model: False,
+        should_compile: Callable[[Any], bool] = lambda model: False,
     ) -> None:
-        """`slots` decodes in slots and `fused` fuses operators, both by default on GPUs.
+        """`slots` decodes in slots, `fused` fuses operators; both default to True on GPUs and False elsewhere.
 
-        `compiling_pays` decides whether a model on a GPU is compiled, and not fused.
+        `should_compile` decides whether a model on a GPU is compiled instead of fused.
         """
-        self.settings, self.max_new_tokens, self.on_tokens = settings, max_new_tokens, on_tokens
-        # A GPU is fastest with a large pool; on a CPU the batches must not depend on which shards were already there.
-        self.preferred_batch_size = min(POOL, POOL_TOKENS // max_new_tokens) if device.type == "cuda" else 1
-        self.streams = device.type == "cuda"  # on a CPU, scoring meanwhile would take time from sampling
-        self._device, self._dtype, self._compiling_pays = device, dtype, compiling_pays
-        if device.type == "cuda":
-            get_ready()
+        on_gpu = device.type == "cuda"
+        self.settings = settings
+        self.max_new_tokens = max_new_tokens
+        self.on_tokens = on_tokens
+        # A GPU is fastest with a large pool. On a CPU, batches must not depend on which shards were there before.
+        self.preferred_batch_size = min(POOL, POOL_TOKENS // max_new_tokens) if on_gpu else 1
+        self.streams = on_gpu  # on a CPU, scoring at the same time would slow down sampling
+        self._device, self._dtype = device, dtype
+        self._should_compile = should_compile
+        if on_gpu:
+            warm_up_triton()
         self._model: Any = None
         self._weights: QuantizableWeights | None = None
         self._offload = StorageOffload()  # of the weights, while the trainer works
-        self._loaded: tuple[object, ...] | None = None  # identity of the weights' file; None: none, or several files
+        self._loaded: tuple[object, ...] | None = None  # identifies the loaded weights; None: unknown, always load
         self._replaceable: frozenset[str] = frozenset()  # tensor names that a later checkpoint must have
         self._tokenizer: Any = None
         self._stop_ids = torch.empty(0, dtype=torch.long, device=device)
-        self._stops: list[int] = []
-        self._slots_wanted = device.type == "cuda" if slots is None else slots
-        self._fusing = device.type == "cuda" if fused is None else fused
-        self.fused: tuple[str, ...] = ()  # which operators are
-        self.slots_problem = "not loaded"  # empty: responses are decoded in slots
+        self._stops: list[int] = []  # the same on the host
+        self._slots_wanted = on_gpu if slots is None else slots
+        self._fusing = on_gpu if fused is None else fused
+        self.fused: tuple[str, ...] = ()  # kinds of operators that were fused
+        self.slots_problem = "not loaded"  # why responses are not decoded in slots; empty if they are
         self._decoder: SlotDecoder | None = None
         self._kernels: StepKernels | None = None
         self._history = LengthHistory()
-        self._memory = 1.0  # share of the free memory that slots count with; less once it was not enough
-        self.most_bytes = math.inf  # of the device's memory that slots count with: another process needs the rest
+        self._memory = 1.0  # share of the free memory for the decoder; halved when it runs out
+        self.most_bytes = math.inf  # limit of the decoder's memory, if another process needs the rest
 
     def load(self, checkpoint: Path) -> None:
-        """Sample from this checkpoint. The first loads a model; later ones only replace its weights."""
+        """Load a checkpoint: the first call loads a model, later calls only replace its weights if they can."""
         weights = checkpoint / "model.safetensors"
         if self._loaded is not None and self._loaded == _file_identity(weights):
             self._wake()
@@ -190,10 +184,10 @@ class HFSampler:
         self._tokenizer = load_tokenizer(str(checkpoint))
         stop_ids = stop_token_ids(self._model.config, self._model.generation_config, self._tokenizer)
         self._stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=self._device)
-        self._stops = list(stop_ids)  # on the host: the thread that makes responses must not touch the device
-        # Some architectures are stored under other names than in memory: those are loaded anew each time.
+        self._stops = list(stop_ids)  # on the host: the thread that makes responses must not use the device
+        # Some architectures are stored under other names than in memory: such a model is loaded anew each time.
         self._replaceable = names if names <= self._model.state_dict().keys() else frozenset()
-        compiling = self._device.type == "cuda" and self._compiling_pays(self._model)
+        compiling = self._device.type == "cuda" and self._should_compile(self._model)
         self.fused = fuse_for_decoding(self._model) if self._fusing and not compiling else ()
         log.debug("fused for decoding: %s", ", ".join(self.fused) or "nothing")
         self._kernels = _kernels(self._model)
@@ -205,7 +199,7 @@ class HFSampler:
 
     @torch.no_grad()
     def _replace(self, weights: Path) -> None:
-        """Copy other weights into the model, tensor by tensor and directly to its device."""
+        """Copy a checkpoint's weights into the model, tensor by tensor and directly to its device."""
         self._loaded = None
         state: dict[str, torch.Tensor] = self._model.state_dict()
         with safe_open(weights, framework="pt", device=str(self._model.device)) as file:
@@ -218,7 +212,7 @@ class HFSampler:
 
     @torch.no_grad()
     def take(self, weights: Mapping[str, torch.Tensor], key: object) -> bool:
-        """Copy weights from memory into the model; False where only a checkpoint can be loaded."""
+        """Copy weights from memory into the model; False if only `load` can change the weights."""
         if self._loaded == (key,):
             self._wake()
             return True
@@ -233,21 +227,22 @@ class HFSampler:
 
     def close(self) -> None:
         """Free the model and its cache."""
-        self._model, self._decoder, self._weights, self._loaded = None, None, None, None
-        self._kernels = None  # it holds the model
+        self._model = self._weights = self._loaded = None
+        self._decoder = self._kernels = None  # both refer to the model
         self._offload = StorageOffload()
 
     def sleep(self, *, weights: bool = False, drop: bool = False) -> None:
-        """Free the memory of the slots until the next call, if it is much; `weights`: these wait in host memory.
+        """Free the memory of the slots, if it is much, until the next call; `weights`: move these to host memory.
 
-        `drop`: those that another policy replaces are not kept, and one must be loaded before the next call.
+        `drop`: do not keep weights that the next policy replaces; one must be loaded before the next call.
         """
         on_gpu = self._device.type == "cuda"
         if weights and self._model is not None:
-            self._decoder = None  # its CUDA graphs hold addresses of weights
-            own = {**_named(self._model.named_parameters), **_named(self._model.named_buffers)}
+            self._decoder = None  # its CUDA graphs contain addresses of weights
+            tensors = {**_named(self._model.named_parameters), **_named(self._model.named_buffers)}
+            dropped = [tensors[name] for name in self._replaceable & tensors.keys()] if drop else []
             self._loaded = None if drop else self._loaded
-            self._offload.leave(own.values(), [own[name] for name in self._replaceable & own.keys() if drop])
+            self._offload.offload(tensors.values(), dropped)
         elif self._decoder is not None and on_gpu and self._is_much(self._decoder.cache.nbytes, SLEEP_SHARE):
             self._decoder = None
         elif not on_gpu or not self._is_much(_unused_bytes(self._device), UNUSED_SHARE):
@@ -259,12 +254,12 @@ class HFSampler:
         return nbytes > share * torch.cuda.mem_get_info(self._device)[1]
 
     def _wake(self, replaced: Iterable[Tensor] = ()) -> None:
-        """Bring weights back from host memory; those that the caller replaces need not be copied."""
+        """Move weights back from host memory; those in `replaced` are not copied, as the caller overwrites them."""
         if self._offload.is_away:
-            self._offload.come_back(replaced)
+            self._offload.reload(replaced)
 
-    def _begin(self, requests: Sequence[Request], settings: SamplerSettings) -> None:
-        """Check the requests, and have the weights on the device that the settings ask for."""
+    def _prepare(self, requests: Sequence[Request], settings: SamplerSettings) -> None:
+        """Check the requests, and put the weights that the settings ask for on the device."""
         assert self._weights is not None, "call load first"
         self.check_lengths([request.prompt_ids for request in requests])
         self._wake()
@@ -272,11 +267,11 @@ class HFSampler:
 
     @property
     def schedules(self) -> bool:
-        """Whether requests begin in the order of their expected lengths: in slots they do."""
+        """Whether requests begin in the order of their expected lengths, as they do in slots."""
         return self._slots_wanted
 
     def recall(self, prompts: Sequence[tuple[int, ...]], mean_lengths: Sequence[float]) -> None:
-        """How long the responses to prompts were that were sampled before this process began, oldest first."""
+        """Record mean response lengths per prompt from before this process started, oldest first."""
         self._history.note(prompts, mean_lengths)
 
     @property
@@ -295,8 +290,8 @@ class HFSampler:
     def stream(
         self, requests: Sequence[Request], settings: SamplerSettings, on_ended: Callable[[Mapping[int, Response]], Any]
     ) -> list[Response]:
-        """Responses in the order of the requests; `on_ended` is called with them as they end, in another thread."""
-        self._begin(requests, settings)
+        """Responses in the order of the requests; as responses end, another thread calls `on_ended` with them."""
+        self._prepare(requests, settings)
         responses: dict[int, Response] = {}
 
         def read(finished: FinishedResponses) -> None:
@@ -312,38 +307,39 @@ class HFSampler:
         return [responses[index] for index in range(len(requests))]
 
     def sample_turns(self, requests: Sequence[Request], settings: SamplerSettings, turns: TurnSource) -> None:
-        """Sample turn after turn; what was computed of earlier turns is kept, and only what is new is filled in."""
+        """Sample turn after turn; keys and values of earlier turns are kept, and only those of new tokens computed."""
         if not self.slots_problem:
-            self._turns_in_slots(requests, settings, turns)
+            self._sample_turns_in_slots(requests, settings, turns)
             return
         kept = dict[int, RowCache]() if keeps_rows(self._model) else None
         begun = [list(request.begun) for request in requests]
-        places = list(range(len(requests)))
-        while places:
-            # All that are open, always: so the batches on a CPU depend on the requests alone, to the last bit.
-            asked = [replace(requests[place], begun=begun[place]) for place in places]
-            for place, response in zip(places, self._turn(asked, settings, kept, places), strict=True):
-                begun[place] += response.token_ids.tolist()
-                turns.ended(place, response)
+        open_requests = list(range(len(requests)))
+        while open_requests:
+            # Always all open requests, so that batches on a CPU depend on the requests alone, to the last bit.
+            batch = [replace(requests[number], begun=begun[number]) for number in open_requests]
+            responses = self._sample_turn(batch, settings, kept, open_requests)
+            for number, response in zip(open_requests, responses, strict=True):
+                begun[number] += response.token_ids.tolist()
+                turns.ended(number, response)
             answered = open_turns(turns.next(wait=True))
-            for place, outside in answered:
-                begun[place] += outside
-            places = [place for place, _ in answered]
+            for number, outside in answered:
+                begun[number] += outside
+            open_requests = [number for number, _ in answered]
             if kept is not None:
-                kept = {place: kept[place] for place in places}
+                kept = {number: kept[number] for number in open_requests}
 
-    def _turn(
+    def _sample_turn(
         self,
         requests: Sequence[Request],
         settings: SamplerSettings,
         kept: dict[int, RowCache] | None,
-        places: Sequence[int],
+        numbers: Sequence[int],
     ) -> list[Response]:
-        """One turn of each; `kept` is by place, and is left with the rows as they are then."""
+        """One turn of each request; `kept` has the cache of earlier turns by the requests' `numbers`; it is updated."""
         if kept is None or self._device.type != "cpu":  # a GPU without slots may not hold all rows at once
             return self.sample(requests, settings)
-        self._begin(requests, settings)
-        rows = {row: kept[place] for row, place in enumerate(places) if place in kept}
+        self._prepare(requests, settings)
+        rows = {row: kept[number] for row, number in enumerate(numbers) if number in kept}
         arrays = decode_dynamic(
             self._model,
             requests,
@@ -354,31 +350,32 @@ class HFSampler:
             on_tokens=self.on_tokens,
             kept=rows,
         )
-        kept.update({places[row]: cache for row, cache in rows.items()})
+        kept.update({numbers[row]: cache for row, cache in rows.items()})
         responses = self._responses(FinishedResponses(np.arange(len(requests)), *arrays))
         return [responses[row] for row in range(len(requests))]
 
-    def _turns_in_slots(self, requests: Sequence[Request], settings: SamplerSettings, turns: TurnSource) -> None:
-        """In slots, which keep what they have computed of an episode. Without the memory for that, in rounds."""
-        self._begin(requests, settings)
+    def _sample_turns_in_slots(self, requests: Sequence[Request], settings: SamplerSettings, turns: TurnSource) -> None:
+        """Sample turns in slots, which keep the cache of an episode; if that takes too much memory, in rounds."""
+        self._prepare(requests, settings)
         begun = [list(request.begun) for request in requests]
-        asked = set(range(len(requests)))  # those whose turn is being sampled
+        being_sampled = set(range(len(requests)))
 
         def on_turns(finished: FinishedResponses) -> None:
-            before = np.array([len(begun[place]) for place in finished.requests.tolist()])
-            for place, response in self._responses(last_turns(finished, before)).items():
-                begun[place] += response.token_ids.tolist()
-                asked.discard(place)
+            before = np.array([len(begun[number]) for number in finished.requests.tolist()])
+            for number, response in self._responses(last_turns(finished, before)).items():
+                begun[number] += response.token_ids.tolist()
+                being_sampled.discard(number)
                 self.on_tokens(len(response.token_ids))
-                turns.ended(place, response)
+                turns.ended(number, response)
 
         def next_turns(wait: bool) -> list[tuple[int, list[int]]]:
             answered = turns.next(wait=False)
             while wait and not answered:
                 answered = turns.next(wait=True)
-            for place, outside in answered:
-                begun[place] += outside
-                asked.update([place] if outside else [])
+            for number, outside in answered:
+                begun[number] += outside
+                if outside:
+                    being_sampled.add(number)
             return answered
 
         queue = self._queue(requests)
@@ -388,14 +385,16 @@ class HFSampler:
         except torch.OutOfMemoryError as error:
             problem = str(error).splitlines()[0]
         self._use_less_memory(problem)
-        sample_in_rounds(self, requests, settings, turns, begun=begun, first=sorted(asked))
+        sample_in_rounds(self, requests, settings, turns, begun=begun, first=sorted(being_sampled))
 
     def trial(self, requests: Sequence[Request], new_tokens: int) -> list[Response]:
-        """Responses of exactly so many tokens at temperature 1, for a comparison; leaves nothing behind."""
+        """Responses of exactly `new_tokens` tokens at temperature 1, for a comparison; nothing else is changed."""
         kept = self.max_new_tokens, self._stop_ids, self.on_tokens, self._decoder, self._history
-        self.max_new_tokens, self._stop_ids, self._decoder = new_tokens, self._stop_ids[:0], None
-        self._history = LengthHistory()
+        self.max_new_tokens = new_tokens
+        self._stop_ids = self._stop_ids[:0]
         self.on_tokens = lambda count: None
+        self._decoder = None
+        self._history = LengthHistory()
         try:
             return self.sample(requests, replace(self.settings, temperature=1.0, top_p=1.0, top_k=0))
         finally:
@@ -424,11 +423,11 @@ class HFSampler:
             on_tokens=self.on_tokens,
             log=log.warning,
         )
-        for places, arrays in decoded:
-            yield FinishedResponses(np.array(order)[list(places)], *arrays)
+        for rows, arrays in decoded:
+            yield FinishedResponses(np.array(order)[list(rows)], *arrays)
 
     def _decode_in_slots(self, requests: Sequence[Request], settings: SamplerSettings) -> Iterator[FinishedResponses]:
-        """All responses; when memory ends, those that are not ended begin anew in half of it."""
+        """All responses; when memory runs out, unfinished responses begin anew with half of the memory."""
         left = np.arange(len(requests))
         while len(left):
             queue = self._queue([requests[i] for i in left.tolist()])
@@ -443,14 +442,14 @@ class HFSampler:
             except torch.OutOfMemoryError as error:
                 problem = str(error).splitlines()[0]
             left = left[~is_done]
-            if problem:  # outside of the handler, which keeps the memory of what failed
+            if problem:  # after the handler: within it, the traceback would keep the memory
                 self._use_less_memory(problem)
 
     def _queue(self, requests: Sequence[Request]) -> RequestQueue:
         return RequestQueue(requests, self.max_new_tokens, self._history)
 
     def _use_less_memory(self, problem: str) -> None:
-        """Count with half of the memory from now on; ModelError if it has been halved too often."""
+        """Halve the memory for the decoder from now on; ModelError if it was halved too often."""
         size = self._decoder.size if self._decoder is not None else None
         self._decoder = None
         self._memory /= 2
@@ -466,17 +465,17 @@ class HFSampler:
                 + (f" (one response of {fitting} tokens would fit)" if 0 < fitting < self.max_new_tokens else "")
                 + ", or free memory on the device, or choose a smaller model"
             )
-        log.warning("out of memory while responses were sampled; again with half as much for them")
+        log.warning("out of memory while sampling; retrying with half the memory for responses")
 
     def _slot_decoder(self, queue: RequestQueue, settings: SamplerSettings) -> SlotDecoder:
-        """A decoder with enough room: the last one if it fits, since making one takes a second."""
+        """A decoder that is large enough: the last one if it fits, since a new one takes a second."""
         requests, prompts, longest = len(queue.seed_Q), len(queue.prompts), int(queue.prefix_P.max())
         decoder = self._decoder
         if decoder is None or not self._fits(decoder, queue, settings):
-            if decoder is not None:  # calls alternate between training and evaluation: make room for both
+            if decoder is not None:  # room for both: calls alternate between training and evaluation
                 requests, prompts = max(requests, decoder.requests), max(prompts, decoder.prompts)
                 longest = max(longest, decoder.prompt_room)
-            self._decoder = decoder = None  # its memory must be free before the next is sized
+            self._decoder = decoder = None  # free its memory before the size of the next is chosen
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
             self._decoder = decoder = SlotDecoder(
@@ -506,7 +505,7 @@ class HFSampler:
         )
 
     def _responses(self, finished: FinishedResponses) -> dict[int, Response]:
-        """Responses by number of their request."""
+        """Responses, keyed by the number of their request."""
         lengths = finished.lengths
         is_token = np.arange(finished.ids.shape[1]) < lengths[:, None]
         ends = np.cumsum(lengths)[:-1]
@@ -520,7 +519,7 @@ class HFSampler:
 
 
 def _kernels(model: Any) -> StepKernels | None:
-    """Our kernels for what a step does besides the model, where they can be compiled."""
+    """Triton kernels for the parts of a step besides the model; None if they cannot be compiled."""
     if model.device.type != "cuda" or not can_compile():
         return None
     from stalewise.models.kernels import logits  # Triton is there for GPUs alone
@@ -533,50 +532,54 @@ def _kernels(model: Any) -> StepKernels | None:
 
 
 def _same_uniforms(uniforms: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> bool:
-    """Whether these random numbers are the recorded ones, to the last bit."""
+    """Whether these random numbers equal those of `device_uniforms`, to the last bit."""
     position = torch.arange(300, device=device)
     seed = position * 0x5DEECE66D_1234567  # wraps around
     try:
         return torch.equal(uniforms(seed, position), device_uniforms(seed, position))
-    except Exception:  # of a compiler
+    except Exception:  # from a compiler
         return False
 
 
 def _same_steps(read: Callable[..., StepRows], advance: Callable[..., None], device: torch.device) -> bool:
-    """Whether these functions read and advance slots as those in torch do."""
-    slot_R, drawn = torch.tensor([5, 0, 3, 1, 4]), (torch.tensor([3, 8, 5, 6, 2]), -torch.arange(5.0))
-    # Of six slots 0 and 1 stop, 3 has ended, 4 has given tokens and goes on, 5 reaches its limit.
+    """Whether these functions read and advance slots as the functions in torch do."""
+    slot_R = torch.tensor([5, 0, 3, 1, 4])
+    token_R = torch.tensor([3, 8, 5, 6, 2])
+    logp_R = -torch.arange(5.0)
+    # Of six slots 0 and 1 stop, 3 has ended, 4 has given tokens and continues, 5 reaches its limit.
     numbers = torch.tensor([[7] * 6, [0, 2, 2, 3, 1, 3], [9] * 6, [5] * 6, [4] * 6, [0, 0, 0, 0, 2, 0]])
-    alive_S, block_SB = torch.arange(6) != 3, torch.arange(1, 19, dtype=torch.int32).view(6, 3)
-    record = torch.arange(30, dtype=torch.int32).view(6, 5), torch.zeros(6, 5)
-    tensors = numbers, alive_S, block_SB, *record, torch.tensor([8, 6])
+    alive_S = torch.arange(6) != 3
+    block_SB = torch.arange(1, 19, dtype=torch.int32).view(6, 3)
+    all_ids = torch.arange(30, dtype=torch.int32).view(6, 5)
+    tensors = numbers, alive_S, block_SB, all_ids, torch.zeros(6, 5), torch.tensor([8, 6])
 
     def after(read: Callable[..., StepRows], advance: Callable[..., None]) -> list[Tensor]:
-        slots, kept = slot_R.to(device), [x.clone().to(device) for x in tensors]
-        state = SlotState(*kept, block_size=2, prompt_blocks=1)
+        slots = slot_R.to(device)
+        copies = [x.clone().to(device) for x in tensors]
+        state = SlotState(*copies, block_size=2, prompt_blocks=1)
         rows = read(slots, state)
-        advance(slots, rows, *(x.to(device) for x in drawn), state)
-        return [*rows, *kept]
+        advance(slots, rows, token_R.to(device), logp_R.to(device), state)
+        return [*rows, *copies]
 
     try:
         pairs = zip(after(read, advance), after(read_slots, advance_slots), strict=True)
-        return all(torch.equal(found, expected) for found, expected in pairs)
-    except Exception:  # of a compiler
+        return all(torch.equal(result, expected) for result, expected in pairs)
+    except Exception:  # from a compiler
         return False
 
 
 def _unused_bytes(device: torch.device) -> int:
-    """Bytes that torch's allocator keeps for later."""
+    """Bytes that torch's allocator holds without a tensor in them."""
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _named(tensors: Callable[..., Iterable[tuple[str, Tensor]]]) -> dict[str, Tensor]:
-    """Tensors of a model by all their names."""
+    """Tensors of a model under all of their names."""
     return dict(tensors(remove_duplicate=False))
 
 
 def _file_identity(file: Path) -> tuple[object, ...] | None:
-    """Distinguishes a file from others, also from later ones of the same name; None if it does not exist."""
+    """Distinguishes a file from all others, also from later files of the same name; None if it does not exist."""
     if not file.is_file():
         return None
     stat = file.stat()
@@ -584,7 +587,7 @@ def _file_identity(file: Path) -> tuple[object, ...] | None:
 
 
 def decode_texts(ids: list[list[int]], tokenizer: Any) -> list[str]:
-    """The result of `batch_decode`; fast tokenizers do it on all cores without holding Python's lock."""
+    """Texts as from `batch_decode`; fast tokenizers decode on all cores without holding Python's lock."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None or tokenizer.clean_up_tokenization_spaces:
         return tokenizer.batch_decode(ids, skip_special_tokens=True)

@@ -1,5 +1,4 @@
-"""Memory of decoding in slots: keys and values in blocks, which slot holds which block, how many there may be, and
-what a step reads and writes of the slots' state.
+"""Memory of decoding in slots: a cache in blocks, its size, the blocks of each slot, and the slots' state in a step.
 
 A slot takes a block when its response grows into it, so memory follows the tokens that exist. Axes: S slots, B blocks
 of a slot, R rows of a step, T tokens of the cache, K key-value heads, D numbers per head.
@@ -7,6 +6,7 @@ of a slot, R rows of a step, T tokens of the cache, K key-value heads, D numbers
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,9 +22,9 @@ BLOCK_SIZE, SMALLEST_BLOCK = 64, 16  # tokens of a block; the smallest for respo
 FEWEST_ROWS = 64
 MOST_SLOTS = 8192
 MOST_BLOCKS = 1 << 40  # tests set it lower
-FIRST_GUESS = 1024  # tokens of a response, when nothing is known of earlier ones
-SLOT_SHARE = 0.5  # of a GPU's free memory that so many slots would fill with responses of the expected length
-CACHE_SHARE = 0.8  # that logits, keys and values may take in all
+FIRST_GUESS = 1024  # tokens of a response, before any response is known
+SLOT_SHARE = 0.5  # of a GPU's free memory: filled by responses of the expected length in all slots
+CACHE_SHARE = 0.8  # of a GPU's free memory: limit for logits, keys and values together
 SLEEP_SHARE = 0.1  # of a GPU's memory: larger slot caches are freed while the trainer works
 LOGITS_BYTES = 12  # per row and token of the vocabulary during sampling
 RECORD_BYTES = 8  # per token of a response: its id and its log-probability
@@ -32,15 +32,15 @@ GIB = 2**30
 
 
 class PagedCache(Cache):
-    """Keys and values of all layers. The caller of the model sets `place_R` and `reads_prompts` first."""
+    """Keys and values of all layers. Before a forward pass, the caller sets `place_R` and `reads_prompts`."""
 
     def __init__(self, tokens: int, example: list[tuple[Tensor, Tensor]]) -> None:
-        """`example` holds keys and values of one token in each layer, [1, K, 1, D]."""
+        """`example`: keys and values of one token in each layer, [1, K, 1, D]."""
         super().__init__(layer_class_to_replicate=object)  # pyright: ignore[reportArgumentType]
         self.keys = [key.new_zeros(tokens, key.shape[1], key.shape[3]) for key, _ in example]
         self.values = [value.new_zeros(tokens, value.shape[1], value.shape[3]) for _, value in example]
-        self.place_R = torch.empty(0, dtype=torch.long)  # where the next tokens are written
-        self.reads_prompts = False
+        self.place_R = torch.empty(0, dtype=torch.long)  # positions in the cache of the next tokens
+        self.reads_prompts = False  # attention reads the tokens of this forward pass, not the cache
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +48,7 @@ class PagedCache(Cache):
         return sum(x.nbytes for x in (*self.keys, *self.values))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Write the new keys and values; returns what attention reads: the whole cache, or a prompt's own tokens."""
+        """Write new keys and values; returns those that attention reads: the whole cache, or a prompt's own."""
         keys_TKD, values_TKD = self.keys[layer_idx], self.values[layer_idx]
         new = [x[0].transpose(0, 1) if self.reads_prompts else x[:, :, 0] for x in (key_states, value_states)]
         if keys_TKD.is_cuda and can_compile():
@@ -61,7 +61,7 @@ class PagedCache(Cache):
         return (key_states, value_states) if self.reads_prompts else (keys_TKD, values_TKD)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Rows differ in length; positions are always given."""
+        """0: rows differ in length, and positions are always given."""
         return 0
 
 
@@ -77,8 +77,21 @@ def one_token_states(model: Any) -> list[tuple[Tensor, Tensor]]:
     return [(layer.keys, layer.values) for layer in layers]
 
 
+def free_for_slots(device: torch.device, share: float, most: float) -> float | None:
+    """A share of a GPU's free memory, of which at most `most` bytes count; None: no limit, as on a CPU."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
+    return None if math.isinf(least := min(free, most)) else least * share
+
+
+def slot_bytes(model: Any, example: list[tuple[Tensor, Tensor]], room: int, new_tokens: int) -> int:
+    """Memory of a slot besides its blocks: logits, tokens and log-probabilities, copies of keys for plain attention."""
+    layer = max(sum(x.nbytes for x in pair) for pair in example)
+    copies = 2 * room * layer if model.dtype is torch.float32 else 0
+    return model.get_output_embeddings().weight.shape[0] * LOGITS_BYTES + new_tokens * RECORD_BYTES + copies
+
+
 def blocks_for(tokens: Any, block_size: int) -> Any:
-    """Blocks that hold so many tokens; a number or an array.
+    """Number of blocks for this number of tokens; a number or an array.
 
     >>> [blocks_for(tokens, 64) for tokens in (0, 1, 64, 65)]
     [0, 1, 1, 2]
@@ -87,20 +100,21 @@ def blocks_for(tokens: Any, block_size: int) -> Any:
 
 
 def read_slots(slot_R: Tensor, state: SlotState) -> StepRows:
-    """What a step needs to know of the rows that are in these slots."""
+    """The inputs of a step for rows in these slots."""
     alive_R, size = state.alive_S[slot_R], state.block_size
     token_R, count_R, seed_R, prefix_R, limit_R, forced_R = state.numbers[:, slot_R]
     position_R, own_R = prefix_R + count_R, count_R.clamp(max=state.new_tokens - 1)
     block_R = state.block_SB[slot_R, state.prompt_blocks + own_R // size]
-    # A row that has ended holds no blocks any more: it writes to the one that nobody reads, and attends to one key.
+    # An ended row has no blocks: it writes to block 0, which is never read, and attends to one key.
     place_R = torch.where(alive_R, block_R, 0).long() * size + own_R % size
     length_R = torch.where(alive_R, position_R + 1, 1)
-    where = length_R, place_R
-    return StepRows(token_R, position_R, count_R, seed_R, prefix_R, *where, limit_R, forced_R, alive_R.long())
+    return StepRows(
+        token_R, position_R, count_R, seed_R, prefix_R, length_R, place_R, limit_R, forced_R, alive_R.long()
+    )
 
 
 def advance_slots(slot_R: Tensor, rows: StepRows, token_R: Tensor, logp_R: Tensor, state: SlotState) -> None:
-    """Write the tokens that were drawn for these rows, or the given ones, and which rows go on."""
+    """Write the drawn or given tokens of these rows to the state, and which rows continue."""
     count_R, alive_R = rows.count_R, rows.alive_R.bool()
     given_R, own_R = count_R < rows.forced_R, count_R.clamp(max=state.new_tokens - 1)
     token_R = torch.where(given_R, state.all_ids[slot_R, own_R].to(token_R.dtype), token_R)
@@ -109,15 +123,15 @@ def advance_slots(slot_R: Tensor, rows: StepRows, token_R: Tensor, logp_R: Tenso
     state.all_logp[slot_R, place_R] = torch.where(given_R, 0.0, logp_R)
     state.numbers[0, slot_R] = token_R
     state.numbers[1, slot_R] = count_R + alive_R
-    # `torch.isin` sorts where there are many, which no graph can capture.
+    # Not `torch.isin`: for many tokens it sorts, which cannot be captured as a graph.
     stops_R = (token_R.unsqueeze(1) == state.stop_ids).any(dim=1)
     state.alive_S[slot_R] = alive_R & (given_R | ~stops_R) & (count_R + 1 < rows.limit_R)
 
 
 class SlotBlocks:
-    """The blocks of a cache: which are free, and which each slot holds for its response.
+    """The blocks of a cache: which are free, and which each slot has for its response.
 
-    Block 0 belongs to nobody: rows that have ended write there.
+    Block 0 is never given to a slot: ended rows write there.
     """
 
     def __init__(self, slots: int, columns: int, blocks: int, block_size: int) -> None:
@@ -128,22 +142,22 @@ class SlotBlocks:
         self.own_SB = np.zeros((slots, columns), dtype=np.int32)
 
     def take(self, count: int) -> np.ndarray:
-        """Some of the free blocks."""
+        """Take this number of free blocks."""
         assert 0 <= count <= self.free, f"{count} blocks wanted, {self.free} free"
         self.free -= count
         return self._stack[self.free : self.free + count].copy()
 
     def give(self, blocks: np.ndarray) -> None:
-        """These blocks are free again."""
+        """Free these blocks."""
         self._stack[self.free : self.free + len(blocks)] = blocks
         self.free += len(blocks)
 
     def lacking(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """How many blocks each of these slots lacks for so many tokens."""
+        """How many more blocks each of these slots needs for its number of tokens."""
         return np.maximum(blocks_for(tokens, self.block_size) - self.held_S[slots], 0)
 
     def grow(self, slots: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Take what these slots lack; the slot, column and number of each new block."""
+        """Give these slots the blocks that they lack; returns the slot, column and number of each new block."""
         lacking = self.lacking(slots, tokens)
         slot, first = np.repeat(slots, lacking), np.repeat(np.cumsum(lacking) - lacking, lacking)
         column = self.held_S[slot] + np.arange(len(slot)) - first
@@ -163,14 +177,14 @@ class CacheSize:
     """How many responses are decoded at once, and the blocks for their keys and values."""
 
     slots: int
-    most_slots: int  # that the memory allows
+    most_slots: int  # limit by memory
     blocks: int
     most_blocks: int
     block_size: int
     prompt_room: int
     new_tokens: int
     token_bytes: int  # of keys and values
-    row_bytes: int  # of a slot besides its keys and values
+    row_bytes: int  # memory of a slot besides its keys and values
 
     @property
     def prompt_blocks(self) -> int:
@@ -183,7 +197,7 @@ class CacheSize:
         return blocks_for(self.new_tokens, self.block_size)
 
     def needed(self, requests: int, prompts: int) -> int:
-        """Blocks with which nothing is ever short, whatever the lengths."""
+        """Blocks that suffice for responses and prompts of any length."""
         return min(requests, self.slots) * self.own_blocks + min(prompts, self.slots) * self.prompt_blocks
 
     @property
@@ -192,7 +206,7 @@ class CacheSize:
         return (self.blocks + 1) * self.block_size * self.token_bytes + self.slots * self.row_bytes
 
     def too_small(self) -> str:
-        """What is missing for a single response, and what would fit."""
+        """A message that not even one response fits, with the number of tokens that would."""
         needed, there = (
             max(0, blocks) * self.block_size * self.token_bytes / GIB
             for blocks in (self.own_blocks + self.prompt_blocks, self.blocks)
@@ -224,10 +238,10 @@ def cache_size(
     new_tokens: int,
     expected: float | None = None,
 ) -> CacheSize:
-    """Slots and blocks for so many requests in `free` bytes (None: no limit); ModelError if not even one response fits.
+    """Slots and blocks for these requests in `free` bytes (None: no limit); ModelError if not even one response fits.
 
-    Slots are a power of two: as many as would fill half of the memory with responses of the `expected` length. Blocks
-    are as many as the longest responses need in all slots, or as the memory allows.
+    The number of slots is a power of two, such that responses of the `expected` length fill half of the memory. The
+    number of blocks suffices for the longest responses in all slots, or is limited by memory.
     """
     block_size = min(BLOCK_SIZE, max(SMALLEST_BLOCK, power_of_two(new_tokens)))
     likely = blocks_for(min(new_tokens, max(FIRST_GUESS, int(expected or 0))), block_size)
@@ -252,7 +266,7 @@ def cache_size(
 
 
 def power_of_two(least: int) -> int:
-    """The least power of two that is at least `least`.
+    """The smallest power of two that is at least `least`.
 
     >>> [power_of_two(count) for count in (0, 1, 3, 4, 5)]
     [1, 1, 4, 4, 8]

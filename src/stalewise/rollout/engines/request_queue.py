@@ -16,10 +16,10 @@ import numpy as np
 from stalewise.rollout.engines.paged_cache import FIRST_GUESS, SlotBlocks, blocks_for
 from stalewise.rollout.sampler import Request
 
-PRIOR_RESPONSES = 8  # what earlier pools say counts as much as so many responses of this one
+PRIOR_RESPONSES = 8  # the mean length of earlier pools has the weight of this many responses
 MOST_REMEMBERED = 1 << 18  # prompts
 NO_BLOCKS = np.zeros(0, dtype=np.int32)
-OVERTIME = 0.25  # of its tokens: what a response that is longer than expected probably has before it, at least
+OVERTIME = 0.25  # a response already longer than expected is assumed to need at least this fraction of its length again
 
 
 class LengthHistory:

@@ -1,11 +1,11 @@
 """Continuous batching: a fixed number of slots, each refilled with a new request when its response has ended.
 
-Keys and values are in blocks (`paged_cache.py`): a response takes one more when it has filled its last, and gives all
-back when it ends. Which block is where is a table on the device, whose address never changes. A decoding step is thus
-the same work on the same addresses, and on a GPU it is captured once as a CUDA graph. A step samples the next token of
-each row on the device. The host checks every few steps which responses have ended, while the next steps run. Each
-distinct prompt is prefilled once and shared by its responses. When blocks run out, the responses with the fewest tokens
-are put back into the queue; later their tokens are prefilled, and they go on with the random numbers they had.
+Keys and values are in blocks (`paged_cache.py`). A response takes another block when its last one is full, and frees
+all of them when it ends. The table of blocks is on the device, at a fixed address, so every decoding step is the same
+work on the same addresses; on a GPU it is captured once as a CUDA graph. A step samples the next token of each row on
+the device. Every few steps the host checks which responses have ended, while the next steps run. Each distinct prompt
+is prefilled once and shared by its responses. When blocks run out, the responses with the fewest tokens are put back
+into the queue; later their tokens are prefilled, and they continue with the same random numbers.
 
 Axes: S slots, R rows of a step (all slots, or fewer when few responses are alive), Q requests, P distinct prompts, M
 tokens that are prefilled, V vocabulary, N new tokens, B blocks of a slot (those of its prompt first).
@@ -32,15 +32,15 @@ from stalewise.models.kernels import SlotState, StepRows
 from stalewise.models.transfer import send, to_device, to_host
 from stalewise.rollout.engines import paged_cache
 from stalewise.rollout.engines.paged_cache import (
-    LOGITS_BYTES,
-    RECORD_BYTES,
     CacheSize,
     PagedCache,
     SlotBlocks,
     advance_slots,
     cache_size,
+    free_for_slots,
     one_token_states,
     read_slots,
+    slot_bytes,
 )
 from stalewise.rollout.engines.request_queue import BegunResponse, RequestQueue, admitted
 from stalewise.rollout.sampler import Request
@@ -49,22 +49,21 @@ from stalewise.types import SamplerSettings
 
 log = logging.getLogger(__name__)
 STEPS_PER_CHECK, LONG_STEPS_PER_CHECK = 2, 8  # the latter for long responses: a check costs more than a late refill
-REFILL_SHARE = 0.03125  # of the responses alive; filling a few slots costs as much as filling many
+REFILL_SHARE = 0.03125  # of the running responses must have ended before slots are refilled: few cost as much as many
 PREFILL_TOKENS, FEWEST_PREFILL_TOKENS = 65_536, 2048
 PREFILL_SHARE = 0.05  # of a GPU's free memory that a prefill's activations may take
-FINE_ROWS = 1024  # new tokens from which on it pays to capture a step for every power of two of rows
-FEWEST_FINE_ROWS = 8  # of a step; by fewer rows a step gets hardly shorter
-# Rows times parameters from which on it pays for short responses, too. With it and an idle machine, an H200 made 21%
-# more tokens a second of drawn lengths with 1.5B and 2,048 rows, and 27% with 7B and 1,024; of fixed ones 7% and 6%.
+FINE_ROWS = 1024  # from this many new tokens on, a step is captured for every power of two of rows
+FEWEST_FINE_ROWS = 8  # of a step: a step with fewer rows is hardly faster
+# From this product of rows and parameters on, this is worthwhile for short responses, too. On an idle H200 it gave 21%
+# more tokens a second for drawn lengths with 1.5B and 2,048 rows, 27% with 7B and 1,024; for fixed lengths 7% and 6%.
 FINE_WORK = 5e11
-SLACK = (
-    8  # one more free block for each of so many slots when responses are put back: the next are not put back at once
-)
-NEW_IN_TRIAL = 3  # tokens with which slots are tried
+# When responses are put back, keep one extra free block per this many slots, so that the next step evicts no others.
+SLACK = 8
+NEW_IN_TRIAL = 3  # tokens that the trial of `slots_problem` samples
 
 
 def steps_per_check(new_tokens: int) -> int:
-    """Steps between two looks at the slots, for responses of at most so many tokens."""
+    """Steps between two checks of the slots, for responses of at most `new_tokens` tokens."""
     return LONG_STEPS_PER_CHECK if new_tokens >= FINE_ROWS else STEPS_PER_CHECK
 
 
@@ -79,7 +78,7 @@ class FinishedResponses:
 
 
 def last_turns(finished: FinishedResponses, begun: np.ndarray) -> FinishedResponses:
-    """Without the tokens, so many each, that these responses had begun with."""
+    """These responses without their first `begun` tokens, which are those of earlier turns."""
     if not begun.any():
         return finished
     column = np.minimum(np.arange(finished.ids.shape[1]) + begun[:, None], finished.ids.shape[1] - 1)
@@ -89,7 +88,7 @@ def last_turns(finished: FinishedResponses, begun: np.ndarray) -> FinishedRespon
 
 @dataclass(frozen=True, slots=True)
 class PutBack:
-    """Responses that made room, as they were then; on a GPU the copies are complete when the status is."""
+    """Responses that were put back to free blocks; on a GPU the copies are complete when those of the status are."""
 
     requests: np.ndarray
     alive: Tensor
@@ -98,7 +97,7 @@ class PutBack:
     logp: Tensor
 
     def resolve(self, queue: RequestQueue, blocks: SlotBlocks) -> FinishedResponses | None:
-        """Those that were alive wait again; returns the others, whose end the host had not seen."""
+        """Queue the responses that were alive; returns the others, which had ended unseen by the host."""
         alive, count = self.alive.numpy(), self.count.numpy()
         for row in np.flatnonzero(alive):
             ids, logp = (x[row, : count[row]].numpy().copy() for x in (self.ids, self.logp))
@@ -113,41 +112,41 @@ class PutBack:
 
 @dataclass(slots=True)
 class SlotStatus:
-    """State of the slots after some steps; on a GPU it is copied to the host while the next steps run."""
+    """The state of the slots after some steps; on a GPU it is copied to the host while the next steps run."""
 
     alive_S: Tensor
     count_S: Tensor
-    filled_S: np.ndarray  # slots that were refilled since
-    ended: FinishedResponses | None = None  # copied along with it
-    put_back: PutBack | None = None  # likewise
+    filled_S: np.ndarray  # slots that were refilled after these steps
+    ended: FinishedResponses | None = None  # copied at the same time
+    put_back: PutBack | None = None  # copied at the same time
     copied: torch.cuda.Event | None = None
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
-        """Wait for the copies; which slots are alive, and how many tokens each has."""
+        """Wait for the copies; returns which slots are alive, and the number of tokens of each."""
         if self.copied is not None:
             self.copied.synchronize()
         if self.ended is not None:
-            # Out of pinned memory: another thread reads it, which must not touch the device.
+            # Copied from pinned memory: another thread reads them, which must not use the device.
             self.ended = replace(self.ended, ids=self.ended.ids.copy(), logp=self.ended.logp.copy())
         return self.alive_S.numpy(), self.count_S.numpy()
 
 
 class SlotBoard:
-    """What the host knows of the slots. A response that is alive gets one token in each step, so its count is exact."""
+    """The host's state of the slots. A running response gets one token in each step, so its count is exact."""
 
     def __init__(self, size: CacheSize) -> None:
         self.blocks = SlotBlocks(size.slots, size.own_blocks, size.blocks, size.block_size)
         self.request_S = np.full(size.slots, -1)  # −1: the slot is empty
-        self.ended_S = np.zeros(size.slots, dtype=bool)  # and waits to be read
-        self.tokens_S = np.zeros(size.slots, dtype=np.int64)  # those of steps under way included
+        self.ended_S = np.zeros(size.slots, dtype=bool)  # its response has ended, and was not read yet
+        self.tokens_S = np.zeros(size.slots, dtype=np.int64)  # including those of steps that are running
 
     @property
     def living(self) -> np.ndarray:
-        """Slots with responses that have not ended, as far as the host knows."""
+        """Slots whose responses have not ended, as far as the host knows."""
         return np.flatnonzero((self.request_S >= 0) & ~self.ended_S)
 
     def end(self, slots: np.ndarray, count_S: np.ndarray, queue: RequestQueue) -> None:
-        """The responses in these slots have ended: their blocks are free, though the tokens are still to be read."""
+        """Mark the responses in these slots as ended, and free their blocks; their tokens are read later."""
         self.ended_S[slots] = True
         self.tokens_S[slots] = count_S[slots]
         self.blocks.release(slots)
@@ -155,13 +154,15 @@ class SlotBoard:
         queue.end(self.request_S[slots], count_S[slots], self.blocks)
 
     def clear(self, slots: np.ndarray) -> None:
-        """These slots are empty."""
-        self.request_S[slots], self.ended_S[slots], self.tokens_S[slots] = -1, False, 0
+        """Mark these slots as empty."""
+        self.request_S[slots] = -1
+        self.ended_S[slots] = False
+        self.tokens_S[slots] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepKernels:
-    """What a step does besides the model, by default in torch, and the context in which steps are captured."""
+    """The parts of a step besides the model, by default in torch, and a context in which steps are captured."""
 
     draw: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = draw
     uniforms: Callable[[Tensor, Tensor], Tensor] = device_uniforms
@@ -170,14 +171,8 @@ class StepKernels:
     while_capturing: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def free_for_slots(device: torch.device, share: float, most: float) -> float | None:
-    """A share of a GPU's free memory, of which there may be at most `most`; None: no limit, as on a CPU."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
-    return None if math.isinf(least := min(free, most)) else least * share
-
-
 class SlotDecoder:
-    """Decodes in slots, for one model whose weights may change in place."""
+    """Decodes in slots. It belongs to one model, whose weights may change in place."""
 
     def __init__(
         self,
@@ -194,9 +189,9 @@ class SlotDecoder:
         most_bytes: float = math.inf,
         kernels: StepKernels | None = None,
     ) -> None:
-        """Slots for `requests`, blocks for them and `prompts` of `prompt_room` tokens, or as many as fit the memory.
+        """Make slots for `requests`, and blocks for them and for `prompts` of `prompt_room` tokens, as memory allows.
 
-        `free_for_slots` says what is counted with; `expected` is the probable length of a response.
+        `free_for_slots` gives the memory from `memory` and `most_bytes`; `expected` is the probable response length.
         """
         self.kernels = kernels or StepKernels()
         self.model, self.device, self.settings = model, model.device, settings
@@ -205,14 +200,14 @@ class SlotDecoder:
         self.size = size = cache_size(
             free,
             token_bytes=sum(x.nbytes for pair in example for x in pair),
-            row_bytes=_row_bytes(model, example, prompt_room + new_tokens, new_tokens),
+            row_bytes=slot_bytes(model, example, prompt_room + new_tokens, new_tokens),
             requests=requests,
             prompts=prompts,
             prompt_room=prompt_room,
             new_tokens=new_tokens,
             expected=expected,
         )
-        self.requests, self.prompts, self.prompt_room = requests, prompts, prompt_room  # that it was made for
+        self.requests, self.prompts, self.prompt_room = requests, prompts, prompt_room  # as it was made for
         self.slots, self.new_tokens, self.steps_per_check = size.slots, new_tokens, steps_per_check(new_tokens)
         self.prefill_tokens = _prefill_tokens(model, free)
         self.cache = PagedCache((size.blocks + 1) * size.block_size, example)
@@ -232,19 +227,20 @@ class SlotDecoder:
             block_size=size.block_size,
             prompt_blocks=size.prompt_blocks,
         )
-        # Tokens before `forced_S` are given in `ids_SN`, not sampled (slot_turns.py).
+        # The first `forced_S` tokens are given in `ids_SN`, not sampled (slot_turns.py).
         self.token_S, self.count_S, self.seed_S, self.prefix_S, self.limit_S, self.forced_S = self.state.numbers
         self.alive_S, self.block_SB = self.state.alive_S, self.state.block_SB
-        self.ids_SN, self.logp_SN = (x[:, :new_tokens] for x in (self.state.all_ids, self.state.all_logp))
-        self.stream: torch.cuda.Stream | None = None  # for capturing
-        self.captures = self.device.type == "cuda"  # False after a capture that failed
-        self.graphs: dict[int, tuple[Tensor, Any]] = {}  # by number of rows: the slots of a step, and its graph
+        self.ids_SN, self.logp_SN = self.state.all_ids[:, :new_tokens], self.state.all_logp[:, :new_tokens]
+        self.stream: torch.cuda.Stream | None = None  # for captures
+        self.captures = self.device.type == "cuda"  # False after a capture has failed
+        self.graphs: dict[int, tuple[Tensor, Any]] = {}  # by number of rows: a tensor of slots, and the step's graph
 
     def _step(self, slot_R: Tensor) -> None:
         """Sample the next token of each row."""
         state, kernels = self.state, self.kernels
         rows = kernels.read(slot_R, state)
-        self.cache.place_R, self.cache.reads_prompts = rows.place_R, False
+        self.cache.place_R = rows.place_R
+        self.cache.reads_prompts = False
         output = self.model(
             input_ids=rows.token_R.unsqueeze(1),
             position_ids=rows.position_R.unsqueeze(1),
@@ -276,20 +272,20 @@ class SlotDecoder:
                 graph.replay()
 
     def _capture(self, slot_R: Tensor) -> Any:
-        """The step as a CUDA graph; None without a GPU, and after a capture that failed: steps are launched then."""
+        """The step as a CUDA graph; None if steps are launched, without a GPU or after a capture has failed."""
         if not self.captures:
             return None
         state = [x.clone() for x in self._state()]
-        self.alive_S.zero_()  # so that trial runs change nothing but what the next step overwrites
+        self.alive_S.zero_()  # so that the warm-up changes only what the next step overwrites
         try:
-            self._try(slot_R)
+            self._warm_up(slot_R)
             return self._record(slot_R)
         finally:
             for x, before in zip(self._state(), state, strict=True):
                 x.copy_(before)
 
-    def _try(self, slot_R: Tensor) -> None:
-        """Run the step twice, which sets up what must not be part of a graph."""
+    def _warm_up(self, slot_R: Tensor) -> None:
+        """Run the step twice: the first runs allocate and compile what must not be part of a graph."""
         self.stream = self.stream or _capturing_stream(torch.cuda.current_device())
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -298,7 +294,7 @@ class SlotDecoder:
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def _record(self, slot_R: Tensor) -> Any:
-        """The graph of a step that runs; None if it cannot be recorded."""
+        """Capture a step as a graph; None if that fails."""
         try:
             graph = torch.cuda.CUDAGraph()
             pool = next((g.pool() for _, g in self.graphs.values() if g is not None), None)
@@ -308,7 +304,7 @@ class SlotDecoder:
             return graph
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # an operator that a graph cannot hold: launching it is always possible
+        except RuntimeError as error:  # an operator that cannot be captured: it can still be launched
             self.captures = False
             reason = str(error).splitlines()[0]
             log.warning("CUDA graphs are off for sampling, since a step could not be captured: %s", reason)
@@ -322,12 +318,13 @@ class SlotDecoder:
         self, queue: RequestQueue, on_tokens: Callable[[int], object] = lambda count: None
     ) -> Iterator[FinishedResponses]:
         """All responses, in the order in which they end. The host sees the slots as they were one check before."""
-        self.alive_S.zero_()  # left over if an earlier decoding was abandoned
+        self.alive_S.zero_()  # an earlier call may have been abandoned
         self.board = board = SlotBoard(self.size)
         nothing_S = np.zeros(self.slots, dtype=bool)
         last = SlotStatus(torch.from_numpy(nothing_S), torch.from_numpy(nothing_S), nothing_S)
         last.filled_S = self.fill(queue)
-        counted, finished = 0, 0
+        counted = 0  # tokens that `on_tokens` was told
+        finished = 0  # tokens of responses that have ended
         while len(board.living) or last.put_back is not None:
             put_back = self.make_room(queue)
             living = board.living
@@ -337,12 +334,11 @@ class SlotDecoder:
             alive_S, count_S = last.wait()
             known_S = (board.request_S >= 0) & ~last.filled_S & ~board.ended_S
             board.end(np.flatnonzero(known_S & ~alive_S), count_S, queue)
-            found = [last.ended, last.put_back and last.put_back.resolve(queue, board.blocks)]
-            for one in found:
-                if one is not None:
-                    finished += int(one.lengths.sum())
-                    yield one
-            # Responses that were put back are not counted meanwhile, and once more when they go on.
+            for responses in (last.ended, last.put_back and last.put_back.resolve(queue, board.blocks)):
+                if responses is not None:
+                    finished += int(responses.lengths.sum())
+                    yield responses
+            # Responses that were put back are not counted while they wait, so `now` may be lower for a while.
             now = finished + int(count_S[known_S | board.ended_S].sum())
             if now > counted:
                 on_tokens(now - counted)
@@ -358,9 +354,10 @@ class SlotDecoder:
             yield last.ended
 
     def _refill(self, queue: RequestQueue, status: SlotStatus, count_S: np.ndarray) -> None:
-        """Read the slots that have ended, and fill empty ones, if there are enough of them."""
+        """Read the responses that have ended and fill empty slots, if there are enough of them."""
         board = self.board
-        ended, living = np.flatnonzero(board.ended_S), len(board.living)
+        ended = np.flatnonzero(board.ended_S)
+        living = len(board.living)
         if len(ended) and (len(ended) >= REFILL_SHARE * living or not living):
             status.ended = self.collect(ended, board.request_S[ended], count_S[ended])
             board.clear(ended)
@@ -374,17 +371,18 @@ class SlotDecoder:
 
     @cached_property
     def parameters(self) -> int:
-        """Of the model."""
+        """Number of parameters of the model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def rows_for(self, living: np.ndarray) -> tuple[int, np.ndarray]:
-        """Number of rows of a step, and their slots: all, or fewer if few are alive.
+        """Number of rows of a step, and their slots: all slots, or fewer if few are alive.
 
-        Each number of rows is captured once: by factors of 4, or of 2 if responses are long or many rows of a large
-        model are computed. Long ones also go on to fewer rows, since their last few take long.
+        A step is captured once for each number of rows. These are all slots divided by powers of 4, or of 2 if
+        responses are long or many rows of a large model are computed. Long responses use fewer rows at the end.
         """
-        rows, fewest, are_long = self.slots, paged_cache.FEWEST_ROWS, self.new_tokens >= FINE_ROWS
-        fewest = min(fewest, FEWEST_FINE_ROWS) if are_long else fewest
+        are_long = self.new_tokens >= FINE_ROWS
+        fewest = min(paged_cache.FEWEST_ROWS, FEWEST_FINE_ROWS) if are_long else paged_cache.FEWEST_ROWS
+        rows = self.slots
         while rows > 1:
             factor = 2 if are_long or rows * self.parameters >= FINE_WORK else 4
             if rows // factor < max(len(living), fewest):
@@ -397,20 +395,22 @@ class SlotDecoder:
         return rows, np.concatenate([living, np.flatnonzero(others)])[:rows]
 
     def collect(self, ended: np.ndarray, requests: np.ndarray, lengths: np.ndarray) -> FinishedResponses:
-        """Start copying the responses of slots that have ended to the host."""
-        index, longest = to_device(ended, self.device), int(lengths.max())
+        """Start copying the responses of ended slots to the host."""
+        index = to_device(ended, self.device)
+        longest = int(lengths.max())
         ids, logp = (to_host(x[index, :longest]).numpy() for x in (self.ids_SN, self.logp_SN))
         return FinishedResponses(requests, ids, logp, lengths)
 
     def make_room(self, queue: RequestQueue) -> PutBack | None:
-        """Give each response that is alive the blocks of its next steps; returns those that were put back for it."""
+        """Give each running response the blocks for its next steps; returns responses that were put back for that."""
         board, blocks, living = self.board, self.board.blocks, self.board.living
         wanted = np.minimum(board.tokens_S[living] + self.steps_per_check, self.new_tokens)
-        lacking, put_back = blocks.lacking(living, wanted), None
+        lacking = blocks.lacking(living, wanted)
+        put_back = None
         if lacking.sum() > blocks.free:
             queue.evict(blocks, int(lacking.sum()))
         if lacking.sum() > blocks.free:
-            # Most tokens first, which are never put back: so one always ends.
+            # Those with the most tokens are kept, so that at least one always ends.
             order = np.argsort(-wanted, kind="stable")
             kept = order[: self._kept(living[order], lacking[order])]
             put_back = self._put_back(queue, np.delete(living, kept))
@@ -423,7 +423,7 @@ class SlotDecoder:
         return put_back
 
     def _kept(self, living: np.ndarray, lacking: np.ndarray) -> int:
-        """How many of these responses stay, so that there are blocks for them, and some for the next steps."""
+        """How many of these responses keep their slots, so that there are blocks for them and their next steps."""
         free = self.board.blocks.free + self.board.blocks.held_S[living][::-1].cumsum()[::-1]
         kept = max(1, len(living) - 1)
         while kept > 1 and free[kept] < lacking[:kept].sum() + kept // SLACK:
@@ -431,7 +431,7 @@ class SlotDecoder:
         return kept
 
     def _put_back(self, queue: RequestQueue, slots: np.ndarray) -> PutBack:
-        """Start copying these responses to the host, and stop them."""
+        """Stop these responses, and start copying them to the host."""
         board, index = self.board, to_device(slots, self.device)
         longest = max(1, int(board.tokens_S[slots].max()))
         ids, logp = (to_host(x[index, :longest]) for x in (self.ids_SN, self.logp_SN))
@@ -444,9 +444,10 @@ class SlotDecoder:
         return made
 
     def fill(self, queue: RequestQueue) -> np.ndarray:
-        """Put the next requests into empty slots; returns which were filled."""
+        """Put the next requests into empty slots; returns which slots were filled."""
         board, living = self.board, self.board.living
-        filled_S, empty = np.zeros(self.slots, dtype=bool), np.flatnonzero(board.request_S < 0)
+        filled_S = np.zeros(self.slots, dtype=bool)
+        empty = np.flatnonzero(board.request_S < 0)
         running, tokens = board.request_S[living], board.tokens_S[living]
         expected_P = queue.expected_lengths(running, tokens)
         requests = queue.next(len(empty), expected_P)
@@ -454,7 +455,7 @@ class SlotDecoder:
         count = admitted(queue, board.blocks, requests, margin=self.steps_per_check, **state)
         if count == 0 or (count < REFILL_SHARE * len(living) and count < min(len(requests), len(empty))):
             return filled_S
-        # In their order: pools that fit as a whole do not depend on what was expected, to the last bit.
+        # Sorted: if all requests fit at once, the batch does not depend on expected lengths, to the last bit.
         requests, slots = np.sort(requests[:count]), empty[:count]
         filled_S[slots] = True
         new_prompts = queue.prompt_Q[requests[queue.missing(requests)]]
@@ -476,13 +477,16 @@ class SlotDecoder:
         return filled_S
 
     def _places(self, blocks: np.ndarray) -> np.ndarray:
-        """The tokens of these blocks in the cache."""
+        """The positions of these blocks' tokens in the cache."""
         return (blocks[:, None].astype(np.int64) * self.size.block_size + np.arange(self.size.block_size)).reshape(-1)
 
     def _begun_text(
         self, prompt: tuple[int, ...], slot: int, response: BegunResponse
     ) -> tuple[Sequence[int], np.ndarray]:
-        """What is prefilled for a response that goes on, but for its last token, and where: its prompt is there."""
+        """Tokens to prefill for a response that continues, all but the last, and their positions in the cache.
+
+        The prompt is in the cache already: its tokens are written to block 0, which is never read.
+        """
         prefix, made = len(prompt) - 1, len(response.ids)
         own = self._places(self.board.blocks.own_SB[slot, : self.board.blocks.held_S[slot]])
         return [*prompt, *response.ids[:-1].tolist()], np.concatenate([np.zeros(prefix, dtype=np.int64), own[:made]])
@@ -490,12 +494,13 @@ class SlotDecoder:
     def _set_slots(
         self, queue: RequestQueue, slots: np.ndarray, requests: np.ndarray, begun: list[BegunResponse | None]
     ) -> None:
-        """Write the state of slots that were filled to the device."""
-        board, prompt = self.board, queue.prompt_Q[requests]
+        """Write the state of newly filled slots to the device."""
+        board = self.board
+        prompt = queue.prompt_Q[requests]
         block = np.zeros((len(slots), self.block_SB.shape[1]), dtype=np.int32)
-        for row, one in enumerate(prompt.tolist()):
-            own = queue.blocks_of[one]
-            block[row, : len(own)] = own
+        for row, number in enumerate(prompt.tolist()):
+            prompt_blocks = queue.blocks_of[number]
+            block[row, : len(prompt_blocks)] = prompt_blocks
         block[:, self.size.prompt_blocks :] = board.blocks.own_SB[slots]
         token = queue.last_P[prompt]
         for row, response in enumerate(begun):
@@ -507,14 +512,17 @@ class SlotDecoder:
         arrays |= {"seed": queue.seed_Q[requests], "limit": queue.limit_Q[requests], "block": block}
         _, there = send(arrays, self.device)
         index = there["slots"]
-        self.token_S[index], self.seed_S[index] = there["token"], there["seed"]
-        self.count_S[index], self.prefix_S[index] = there["count"], there["prefix"]
-        self.limit_S[index], self.block_SB[index] = there["limit"], there["block"]
+        self.token_S[index] = there["token"]
+        self.seed_S[index] = there["seed"]
+        self.count_S[index] = there["count"]
+        self.prefix_S[index] = there["prefix"]
+        self.limit_S[index] = there["limit"]
+        self.block_SB[index] = there["block"]
         self.forced_S[index] = 0
         self.alive_S[index] = True
 
     def _prefill(self, texts: list[tuple[Sequence[int], np.ndarray]]) -> None:
-        """Write keys and values of these tokens to their places in the cache, some texts at a time."""
+        """Write keys and values of these tokens to their positions in the cache, some texts at a time."""
         while texts:
             total = np.cumsum([len(ids) for ids, _ in texts])
             count = max(1, int(np.searchsorted(total, self.prefill_tokens, side="right")))
@@ -525,7 +533,8 @@ class SlotDecoder:
         length_P = np.array([len(ids) for ids, _ in texts])
         ids = np.concatenate([np.array(ids, dtype=np.int64) for ids, _ in texts])
         place_M = np.concatenate([places[: len(ids)] for ids, places in texts])
-        self.cache.place_R, self.cache.reads_prompts = to_device(place_M, self.device), True
+        self.cache.place_R = to_device(place_M, self.device)
+        self.cache.reads_prompts = True
         grids = needs_grids(self.device, self.model.dtype)
         self.model.set_attn_implementation(PACKED)
         try:
@@ -541,19 +550,12 @@ class SlotDecoder:
 
 @cache
 def _capturing_stream(device: int) -> torch.cuda.Stream:
-    """Always the same for a device, also of the next decoder: libraries keep a workspace for each."""
+    """The same stream for all decoders of a device, since libraries keep a workspace for each stream."""
     return torch.cuda.Stream(device)
 
 
-def _row_bytes(model: Any, example: list[tuple[Tensor, Tensor]], room: int, new_tokens: int) -> int:
-    """Memory of a slot besides its blocks: logits, the record of its tokens, and copies of keys for plain attention."""
-    layer = max(sum(x.nbytes for x in pair) for pair in example)
-    copies = 2 * room * layer if model.dtype is torch.float32 else 0
-    return model.get_output_embeddings().weight.shape[0] * LOGITS_BYTES + new_tokens * RECORD_BYTES + copies
-
-
 def _prefill_tokens(model: Any, free: float | None) -> int:
-    """Tokens that are prefilled at once: fewer for models whose activations would take much of the memory."""
+    """Tokens that are prefilled at once, fewer for models with large activations."""
     if free is None:
         return PREFILL_TOKENS
     config = getattr(model.config, "get_text_config", lambda: model.config)()
@@ -564,22 +566,22 @@ def _prefill_tokens(model: Any, free: float | None) -> int:
 
 
 def slots_problem(model: Any, kernels: StepKernels | None = None) -> str:
-    """Why decoding in slots would not reproduce a plain forward pass, or an empty string; found by trying it.
+    """Why decoding in slots does not reproduce a plain forward pass, found by a trial; an empty string if it does.
 
-    Some caches are more than keys and values, and some architectures have special attention.
+    Some caches hold more than keys and values, and some architectures have special attention.
     """
     prompt = [3, 1, 2, 4, 2]
     before = model.config._attn_implementation
     try:
-        settings, nothing = SamplerSettings(), torch.empty(0, dtype=torch.long, device=model.device)
+        no_stops = torch.empty(0, dtype=torch.long, device=model.device)
         sizes = {"requests": 1, "prompts": 1, "prompt_room": 5, "new_tokens": NEW_IN_TRIAL}
-        decoder = SlotDecoder(model, **sizes, settings=settings, stop_ids=nothing, kernels=kernels)
+        decoder = SlotDecoder(model, **sizes, settings=SamplerSettings(), stop_ids=no_stops, kernels=kernels)
         (ended,) = decoder.decode(RequestQueue([Request(prompt, seed=1)], new_tokens=NEW_IN_TRIAL))
     except torch.OutOfMemoryError:
         raise
-    except ModelError as error:  # of the cache's size: less memory is no reason to do without slots
+    except ModelError as error:  # the cache is too small: that is no reason to decode without slots
         raise torch.OutOfMemoryError(f"beside the weights no response of {NEW_IN_TRIAL} tokens fits") from error
-    except Exception as error:  # of an architecture, or of a kernel that does not compile for it
+    except Exception as error:  # an architecture without slots, or a kernel that does not compile for it
         return f"{type(error).__name__}: {error}"
     finally:
         model.set_attn_implementation(before)

@@ -27,7 +27,7 @@ from stalewise.errors import ConfigError, EngineError
 from stalewise.rollout.engines.weight_check import AnswerHistory, PolicyCheck
 from stalewise.rollout.policy_files import Answer, ExternalSampler, PolicyFiles, read_policy_files
 from stalewise.rollout.sampler import Request, Response
-from stalewise.tasks.base import command_of_a_child
+from stalewise.tasks.base import child_command
 from stalewise.types import SamplerSettings
 
 # Requests per replica: several times what vLLM has under way, since it runs partly empty at the end of each call.
@@ -50,7 +50,7 @@ class VllmReplica:
         self.pipe, theirs = Pipe()
         try:
             self.process = subprocess.Popen(
-                command_of_a_child("stalewise.rollout.engines.vllm_process", str(theirs.fileno()), safe=True),
+                child_command("stalewise.rollout.engines.vllm_process", str(theirs.fileno()), safe=True),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=descriptor,
@@ -123,7 +123,7 @@ class VllmSampler(ExternalSampler):
         device: torch.device | None = None,
         on_tokens: Callable[[int], object] = lambda count: None,
     ) -> None:
-        """`device` is the learner's: vLLM begins at its GPU, and uses all GPUs where it has no number."""
+        """`device` is the trainer's: vLLM uses its GPU and those after it, or all GPUs if it has no number."""
         if importlib.util.find_spec("vllm") is None:
             raise EngineError("vLLM is not installed: pip install 'stalewise[vllm]', or choose sampler.engine = hf")
         super().__init__(settings, max_new_tokens, on_tokens, options.max_model_len)
@@ -204,12 +204,12 @@ class VllmSampler(ExternalSampler):
             )
         answers: dict[int, Answer] = {}
         for index, sampled in self._receive():
-            answers |= {number: Answer(*one) for number, one in zip(parts[index], sampled, strict=True)}
+            answers |= {number: Answer(*answer) for number, answer in zip(parts[index], sampled, strict=True)}
             self.on_tokens(sum(len(ids) for ids, _, _ in sampled))
         return self.make_responses([answers[number] for number in range(len(requests))], requests, "vLLM")
 
     def sleep(self, *, weights: bool = False, drop: bool = False) -> None:
-        """Free GPU memory for the trainer until the next `load`; what of it, `while_learning` says."""
+        """Free GPU memory until the next `load`, as `while_learning` says."""
         if self._options.while_learning == "close":
             self.close()
         elif self._options.while_learning in SLEEP_LEVELS:

@@ -90,7 +90,9 @@ class VllmEngine:
         ]
         outputs = self.llm.generate(_token_prompts(prompts), parameters, use_tqdm=False)
         firsts = [output.outputs[0] for output in outputs]
-        return [(ids := list(one.token_ids), _logps(ids, one.logprobs), one.finish_reason) for one in firsts]
+        return [
+            (ids := list(output.token_ids), _logps(ids, output.logprobs), output.finish_reason) for output in firsts
+        ]
 
     def probe_logps(self, token_ids: list[int]) -> list[float]:
         """Log-probabilities of the probe's tokens, and of the most probable token after them."""

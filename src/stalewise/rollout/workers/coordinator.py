@@ -1,7 +1,7 @@
-"""The trainer's side: orders generation batches, makes part of their shards, and uploads what workers need.
+"""The trainer's side of generation by workers: orders batches, makes part of their shards, uploads what workers need.
 
-Without `storage.url` all processes share the run directory, and a worker may join at any time. With it, the directory
-belongs to the trainer: checkpoints and records are uploaded when they are committed, rollouts are downloaded.
+Without `storage.url` all processes share the run directory. With it, only the trainer has the run directory: it uploads
+checkpoints and records when they are committed, and downloads rollouts. Workers may join at any time.
 """
 
 from __future__ import annotations
@@ -29,25 +29,28 @@ from stalewise.tasks.difficulty import COPY as DIFFICULTY
 
 CONFIG = "config.resolved.json"
 RECORDS = "records"
-_NOT_RECORDS = frozenset({"rollouts", "checkpoints", "work", "tokens"})  # large, or not needed elsewhere
+_NOT_RECORDS = frozenset({"rollouts", "checkpoints", "work", "tokens"})  # directories that are large or stay local
 
 
 class Coordinator:
-    """Coordinates the workers of a run for a trainer, or for the process that generates for it, as `role` says.
+    """Coordinates the workers of a run. `role` tells the trainer from a separate process that generates for it.
 
-    Each role has one process at a time; of several ranks, the first has it (`stalewise.rollout.workers.rank_workers`).
-    Processes without a role ("") may order the same batches and share their work.
+    Each role has one process at a time; of several ranks this is the first (`stalewise.rollout.workers.rank_workers`).
+    Several processes without a role ("") may order the same batches and share their work.
     """
 
     def __init__(self, config: RunConfig, role: str, log: Callable[[str], object]) -> None:
-        self.config, self.run, self.role, self.log = config, config.directory, role, log
+        self.config = config
+        self.run = config.directory
+        self.role = role
+        self.log = log
         self.object_store = open_object_store(config.storage.url or str(self.run), config.storage.options)
         self.sync = PolicySync(self.object_store) if config.storage.url else None
         self.session: WorkerSession | None = None
-        self._may_publish = False  # after a comparison with what is in the object store
+        self._may_publish = False  # True once the content of the object store was compared with this run
 
     def order_batch(self, plan: BatchPlan, checkpoint: Path, taken: Sequence[int] = ()) -> ShardQueue:
-        """Order a generation batch; returns the queue of shards for this process, which has `taken` some already."""
+        """Order a generation batch; returns this process's queue of shards. It makes the shards in `taken` already."""
         directory = batch_directory(self.run / "rollouts", version=plan.version, generation_batch=plan.generation_batch)
         if self.session is None:
             lost_after_s = self.config.workers.lost_after_s
@@ -64,7 +67,7 @@ class Coordinator:
         return queue
 
     def provenance(self, plan: BatchPlan, checkpoint: Path) -> dict[str, Any]:
-        """What the manifests of shards record that this process made without an order."""
+        """The provenance for manifests of shards that this process made before their order."""
         return {**self._order_of(plan, checkpoint).provenance, "worker": self._worker}
 
     def _order_of(self, plan: BatchPlan, checkpoint: Path) -> work_order.WorkOrder:
@@ -75,16 +78,16 @@ class Coordinator:
         return f"{self.role or 'learner'} on {socket.gethostname()}"
 
     def check(self) -> None:
-        """Raise if generating must end; a single process never has to."""
+        """Raise if generating must end; a single process never raises."""
 
     def complete_batch(self, queue: ShardQueue) -> dict[str, Any]:
-        """A batch is committed here: commit it in the object store, remove the order; returns notes for the journal."""
+        """Commit a batch in the object store after it was committed here; remove the order, return journal notes."""
         if self.sync is not None:
             self.sync.publish_batch(queue.directory)
         return self.end_order(queue)
 
     def end_order(self, queue: ShardQueue) -> dict[str, Any]:
-        """All shards of an order are there: remove it; returns notes for the journal."""
+        """Remove an order whose shards are all committed; returns notes for the journal."""
         work_order.withdraw_order(self.object_store, queue.order.name)
         return {}
 
@@ -98,14 +101,14 @@ class Coordinator:
         if self.sync is None:
             return
         if not self._may_publish:
-            self._refuse_to_replace(self.sync)  # what is missing here is removed there
+            self._refuse_to_replace(self.sync)  # first: checkpoints that are missing here are removed there
             self._may_publish = True
         newest = versions(self.run)[-1]
         folder = policy_folder(newest, policy_digest(checkpoint_directory(self.run, newest)))
-        # Records first: a published checkpoint must have the records that lead to it.
+        # Records first: a run can continue from a published checkpoint only with its records.
         self.object_store.write(_records_name(folder), _records(self.run))
         self.sync.publish_checkpoints(self.run)
-        if self.config.task.difficulty:  # before the config, for which workers wait
+        if self.config.task.difficulty:  # before the config: workers begin when they find that
             self.object_store.write(DIFFICULTY, (self.run / DIFFICULTY).read_bytes())
         self.object_store.write(CONFIG, (self.run / CONFIG).read_bytes())
         kept = {_records_name(folder) for folder in self.sync.published().values()}
@@ -116,10 +119,11 @@ class Coordinator:
     def _refuse_to_replace(self, sync: PolicySync) -> None:
         """Refuse an object store that holds another run, or a newer state of this one."""
         newest, records = _newest_records(self.object_store, sync.published(), self.config)
-        # A run that was rolled back since then has fewer versions and more rollbacks.
-        here, rollbacks = versions(self.run)[-1], len(list((self.run / "rollbacks").glob("r*/rollback.json")))
+        here = versions(self.run)[-1]
+        rollbacks_here = len(list((self.run / "rollbacks").glob("r*/rollback.json")))
         rollbacks_there = sum(name.endswith("/rollback.json") for name in records)
-        if newest is not None and newest > here and rollbacks <= rollbacks_there:
+        # A run that was rolled back since the last upload has fewer versions, but more rollbacks.
+        if newest is not None and newest > here and rollbacks_here <= rollbacks_there:
             raise StoreError(
                 f"{self.object_store.where} is at version {newest}, and {self.run} at {here}: the run has gone on "
                 f"elsewhere; remove {self.run} to go on from there, or choose another name and storage.url"
@@ -129,7 +133,7 @@ class Coordinator:
         """Tell the workers that the run is complete."""
         self.publish()
         self.object_store.write(work_order.COMPLETE, b"{}")
-        remove_temporaries(self.run / "work")  # of workers that were killed
+        remove_temporaries(self.run / "work")  # left by killed workers
 
     def close(self) -> None:
         """End the session."""
@@ -139,7 +143,7 @@ class Coordinator:
 
 
 def restore(config: RunConfig, log: Callable[[str], object]) -> None:
-    """Download the records and checkpoints of a run that is not here; rollouts are downloaded when they are needed."""
+    """Download records and checkpoints if the run directory does not exist; rollouts are downloaded when needed."""
     run = config.directory
     if not config.storage.url or (run / "checkpoints").is_dir():
         return
@@ -160,14 +164,14 @@ def restore(config: RunConfig, log: Callable[[str], object]) -> None:
 
 
 def _records_name(folder: str) -> str:
-    """The object with the records that lead to a checkpoint."""
+    """The name of the object with the records of the run up to a checkpoint."""
     return f"{RECORDS}/{folder.removeprefix('checkpoints/')}.json"
 
 
 def _records(run: Path) -> bytes:
-    """Ledger, metrics, journal and other small files as one object, from which a run can go on elsewhere."""
+    """Ledger, metrics, journal and other small files as one object; with it a run can continue on another machine."""
     files: dict[str, str] = {}
-    # How far the records went comes first: they may grow while they are read.
+    # The file with the committed lengths of the records comes first, since records may grow while they are read.
     for path in sorted(run.rglob("*"), key=lambda path: (path.name != json_lines.RECORDS, path)):
         parts = path.relative_to(run).parts
         is_record = path.suffix in (".json", ".jsonl") and not any(part.startswith(".") for part in parts)
@@ -177,7 +181,7 @@ def _records(run: Path) -> bytes:
 
 
 def _leads_out(path: str) -> bool:
-    """Whether a file of this name would lie outside of the run's directory."""
+    """Whether a file of this name would be outside the run's directory."""
     return path.startswith("/") or ".." in Path(path).parts
 
 
@@ -188,7 +192,7 @@ def _digest(files: dict[str, str]) -> str:
 def _newest_records(
     object_store: ObjectStore, published: Mapping[int, str], config: RunConfig
 ) -> tuple[int | None, dict[str, str]]:
-    """The newest version that a run could go on from, if any, and its records; refuses those of another config."""
+    """The newest version with records, if any, and the records; refuses a run of another config."""
     contents = {version: object_store.read(_records_name(folder)) for version, folder in published.items()}
     newest = max((version for version, content in contents.items() if content is not None), default=None)
     if newest is None:
@@ -210,8 +214,8 @@ def _newest_records(
 
 
 def is_being_written(run: Path, path: Path) -> bool:
-    """Whether another process may be writing this: it is in a run's `work`, `rewards`, or an incomplete batch."""
-    within = path.relative_to(run).parts  # the run may have any of these names
+    """Whether another process may be writing a file: it is in a run's `work`, `rewards`, or an incomplete batch."""
+    within = path.relative_to(run).parts  # relative: the run itself may be called `work`
     if within[0] in ("work", "rewards"):
         return True
     with contextlib.suppress(StoreError):

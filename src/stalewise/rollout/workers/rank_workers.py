@@ -1,7 +1,7 @@
-"""A generation batch made by all ranks of one launch: the first rank orders it, and each makes part of it.
+"""Generation by all ranks of one launch: the first rank orders a batch, and each rank makes part of its shards.
 
-The ranks claim shards as workers do, so other workers may join. A rank that is lost is noticed within a few tokens.
-On a Ray cluster, Ray starts one worker per machine (`work_on_ray`) and restarts lost ones.
+The ranks claim shards as workers do, so other workers may join. A lost rank is noticed within a few tokens.
+On a Ray cluster, Ray starts one worker per machine (`work_on_ray`) and restarts lost workers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,14 @@ from stalewise.rollout.generate import BatchPlan
 from stalewise.rollout.sampler import OffloadableSampler, Sampler
 from stalewise.rollout.workers.coordinator import Coordinator
 from stalewise.rollout.workers.shard_queue import POLL_S, ShardQueue, WorkerSession
-from stalewise.rollout.workers.work_order import WorkOrder, config_digest, read_plan
+from stalewise.rollout.workers.work_order import WorkOrder, config_digest, plan_record, read_plan
 from stalewise.rollout.workers.worker import Afterwards, RolloutWorker, RunLocation, WorkDone, work
 from stalewise.tasks import Task, close_task
 from stalewise.tasks.sandbox import scratch_folder
 from stalewise.types import NullCallback, ProgressCallback
 
-ENGINE = "hf"  # the others use several devices by themselves
+ENGINE = "hf"  # other engines use several devices by themselves
+RESTARTS = 16  # of one worker on Ray; meanwhile other workers take over its claims
 
 
 def coordinator_of(coordinator: Coordinator, ranks: Ranks) -> Coordinator:
@@ -41,29 +41,31 @@ def coordinator_of(coordinator: Coordinator, ranks: Ranks) -> Coordinator:
 
 
 class RankCoordinator(Coordinator):
-    """The first rank's side: an ordered batch is made by all ranks."""
+    """The coordinator of the first rank, which has all ranks make part of a batch."""
 
     def __init__(self, coordinator: Coordinator, ranks: Ranks) -> None:
         super().__init__(coordinator.config, coordinator.role, coordinator.log)
         self.ranks = ranks
-        self.made: dict[int, int] = {}  # shards of the present batch, by rank that has reported
+        self.made: dict[int, int] = {}  # shards of the present batch, by rank; only ranks that have reported
         self._has_warned = False
 
     def order_batch(self, plan: BatchPlan, checkpoint: Path, taken: Sequence[int] = ()) -> ShardQueue:
-        """Order a generation batch of all ranks."""
+        """Order a generation batch, and tell all ranks to make part of it."""
         queue = super().order_batch(plan, checkpoint, taken)
         queue.processes, queue.check = self.ranks.world, self.check
         queue.present()  # removes shards of another order before the other ranks see them
         self._warn_of_few_shards(plan)
         config = self.config.model_dump(mode="json")
-        self.ranks.send_to_all("generate", config=config, role=self.role, plan=asdict(plan), policy=queue.order.policy)
+        self.ranks.send_to_all(
+            "generate", config=config, role=self.role, plan=plan_record(plan), policy=queue.order.policy
+        )
         self.made = {}
         for rank in self.ranks.others:
             self.ranks.listen(rank)
         return queue
 
     def check(self) -> None:
-        """Read reports; raise if a rank is lost or has failed."""
+        """Receive reports of ranks; raise if a rank is lost or has failed."""
         for rank in self.ranks.others:
             if self.ranks.has_heard(rank):
                 with explain_lost_ranks(self.ranks):
@@ -73,7 +75,7 @@ class RankCoordinator(Coordinator):
                 self.made[rank] = report.record["shards"]
 
     def end_order(self, queue: ShardQueue) -> dict[str, Any]:
-        """Also wait until all ranks have reported: one that begins late must still find the order."""
+        """Remove an order after all ranks have reported: a rank that begins late must still find the order."""
         while len(self.made) < len(self.ranks.others):
             self.check()
             time.sleep(POLL_S)
@@ -92,7 +94,7 @@ class RankCoordinator(Coordinator):
 
 
 class RolloutRank:
-    """A rank other than the first; `with RolloutRank(ranks) as rank`. Its task and sampler are made once."""
+    """Generation on a rank other than the first; `with RolloutRank(ranks) as rank`. Task and sampler are made once."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -109,7 +111,7 @@ class RolloutRank:
             close_task(self.task)
 
     def generate(self, message: Message) -> None:
-        """Make shards of a generation batch until it is complete, and report; the first rank raises our errors."""
+        """Make shards of a generation batch until it is complete, then report; errors are raised on the first rank."""
         self.ranks.listen()
         try:
             shards = self._make(message)
@@ -131,7 +133,8 @@ class RolloutRank:
         self.task = self.task or config.make_task()
         self.sampler = self.sampler or make_sampler(config, on_tokens=lambda count: self.check())
         location = RunLocation.of_config(config)
-        name, role = f"rank {self.ranks.rank} on {socket.gethostname()}", f"{record['role']}.rank-{self.ranks.rank}"
+        name = f"rank {self.ranks.rank} on {socket.gethostname()}"
+        role = f"{record['role']}.rank-{self.ranks.rank}"
         with (
             scratch_folder("rank") as scratch,
             WorkerSession(location.object_store, name, role=role, lost_after_s=config.workers.lost_after_s) as session,
@@ -144,13 +147,10 @@ class RolloutRank:
         return worker.done.shards
 
     def check(self) -> None:
-        """Raise if the first rank is lost or has ended the run: before all have reported it sends nothing else."""
+        """Raise if the first rank is lost or ended the run; it sends nothing else until all ranks have reported."""
         if self.ranks.has_heard():
             with explain_lost_ranks(self.ranks):
                 raise StoppedByFirst(self.ranks.receive().record["exit_code"])
-
-
-RESTARTS = 16  # of one worker; meanwhile others take over its claims
 
 
 def work_on_ray(
@@ -163,7 +163,7 @@ def work_on_ray(
     callback: ProgressCallback | None = None,
     afterwards: Afterwards | None = None,
 ) -> list[WorkDone]:
-    """Start workers and wait for all to end; each has `gpus` GPUs (by default one if the cluster has any).
+    """Start workers on Ray and wait until all have ended. Each has `gpus` GPUs; default: 1 if the cluster has any.
 
     `RAY_ADDRESS` names a running cluster; without it, Ray is started on this machine.
     """
@@ -177,11 +177,12 @@ def work_on_ray(
     try:
         per_worker = gpus if gpus is not None else float(ray.cluster_resources().get("GPU", 0) >= 1)
         # Ray's own retries: the actor is restarted on any machine, and its one task with it.
-        actor = ray.remote(max_restarts=RESTARTS, max_task_retries=RESTARTS, num_cpus=1, num_gpus=per_worker)(_Actor)
-        actors = [actor.remote() for _ in range(workers)]
+        remote = ray.remote(max_restarts=RESTARTS, max_task_retries=RESTARTS, num_cpus=1, num_gpus=per_worker)
+        actor_class = remote(_Actor)
+        actors = [actor_class.remote() for _ in range(workers)]
         (callback or NullCallback()).log(f"{workers} workers on Ray for {source}")
-        given = (dict(overrides or {}), once, afterwards)
-        futures = [one.work.remote(source, f"ray-{i}", *given) for i, one in enumerate(actors)]
+        options = (dict(overrides or {}), once, afterwards)
+        futures = [actor.work.remote(source, f"ray-{number}", *options) for number, actor in enumerate(actors)]
         results = ray.get(futures)
     except ray.exceptions.RayError as error:
         raise EngineError(
@@ -197,12 +198,12 @@ def work_on_ray(
 
 
 class _Actor:
-    """One worker in a process of Ray's."""
+    """One worker in a process that Ray started."""
 
     def work(
         self, source: str, worker: str, overrides: Mapping[str, Any], once: bool, afterwards: Afterwards | None
     ) -> WorkDone | str:
-        """Work; an error in the input is returned as text, since a retry would not help."""
+        """Work; an error of ours is returned as text, since Ray would retry a task that raises, and fail again."""
         try:
             return work(source, worker=worker, overrides=overrides, once=once, afterwards=afterwards)
         except StalewiseError as error:

@@ -1,4 +1,4 @@
-"""The shards of a generation batch for one of several processes, and the claims by which they share them."""
+"""Lets several processes share the shards of a generation batch: each process claims the shards that it makes."""
 
 from __future__ import annotations
 
@@ -27,16 +27,20 @@ from stalewise.store.object_store import ObjectStore
 log = logging.getLogger(__name__)
 
 SESSIONS = "work/sessions"
-REMOVED_S = 1.0  # how long a heartbeat must be missing: a network file system may show files late
+REMOVED_S = 1.0  # a heartbeat must be missing for this long, since a network file system may show files late
 BEATS = 6  # heartbeats in the time after which a worker counts as lost
+POLL_S = 0.05
+REMOTE_POLL_S = 0.5
+IDLE_S = 60.0  # a message is logged if no shard arrives for this long
 _CLAIM = re.compile(r"shard-(\d{5,})-(\d+)")
 _UNSAFE = re.compile(r"[^\w.\-]")
 
 
 class WorkerSession:
-    """One working process and its heartbeat; `with WorkerSession(...) as session`.
+    """One worker process and its heartbeat; `with WorkerSession(...) as session`.
 
-    A lock ensures one process per `role`: earlier sessions of the role, and of `role.anything`, have ended.
+    The run directory's lock allows one process per `role`. A new session of a role therefore removes earlier sessions
+    of the role, and of its subordinate roles (`role.…`).
     """
 
     def __init__(self, object_store: ObjectStore, worker: str, *, lost_after_s: float, role: str = "") -> None:
@@ -46,7 +50,7 @@ class WorkerSession:
         self.id = f"{self._kind}-{secrets.token_hex(6)}"
         self._interval_s = lost_after_s / BEATS
         self._beat = 0
-        self._over = threading.Event()
+        self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._beat_until_over, daemon=True)
 
     def __enter__(self) -> WorkerSession:
@@ -58,20 +62,20 @@ class WorkerSession:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._over.set()
+        self._has_ended.set()
         self._thread.join()
         with contextlib.suppress(StoreError):  # without a heartbeat it soon counts as lost
             self.object_store.remove(f"{SESSIONS}/{self.id}")
 
     def succeeds(self, session: str) -> bool:
-        """Whether that session has ended because this one has its role now."""
+        """Whether this session has replaced that one: it has the same role."""
         return bool(self.role) and session != self.id and session.rpartition("-")[0] == self._kind
 
     def _beat_until_over(self) -> None:
-        while not self._over.wait(self._interval_s):
+        while not self._has_ended.wait(self._interval_s):
             try:
                 self._write_heartbeat()
-            except StoreError as error:  # if the network stays away for longer, other workers take over
+            except StoreError as error:  # if the store stays unavailable, other workers take over
                 log.warning("cannot write the heartbeat: %s", error)
 
     def _write_heartbeat(self) -> None:
@@ -81,15 +85,16 @@ class WorkerSession:
 
 
 class LivenessMonitor:
-    """Watches the heartbeats of other sessions by its own clock."""
+    """Watches the heartbeats of other sessions. It uses its own clock alone, since clocks of machines differ."""
 
     def __init__(self, object_store: ObjectStore, lost_after_s: float) -> None:
         self._object_store, self._lost_after_s = object_store, lost_after_s
         self._seen: dict[str, tuple[bytes | None, float]] = {}
 
     def is_lost(self, session: str) -> bool:
-        """Whether a session has ended, or its heartbeat has not changed for too long since we first looked."""
-        heartbeat, now = self._object_store.read(f"{SESSIONS}/{session}"), time.monotonic()
+        """Whether a session has ended, or its heartbeat has not changed for too long."""
+        heartbeat = self._object_store.read(f"{SESSIONS}/{session}")
+        now = time.monotonic()
         if heartbeat is not None and _has_ended_here(heartbeat):
             return True
         before, since = self._seen.setdefault(session, (heartbeat, now))
@@ -100,16 +105,16 @@ class LivenessMonitor:
 
 @cache
 def _machine() -> str:
-    """This machine since its last boot, and its process namespace; empty if unknown."""
+    """Identifies this machine since its last boot, and its process namespace; empty if unknown."""
     try:
-        started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()} {started} {os.readlink('/proc/self/ns/pid')}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
 
 
 def _has_ended_here(heartbeat: bytes) -> bool:
-    """Whether a heartbeat is that of a process of this machine that no longer exists: no need to wait."""
+    """Whether a heartbeat is from a process of this machine that no longer exists."""
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # OSError: another user's
         record = json.loads(heartbeat)
         if _machine() and record["place"] == _machine():
@@ -124,22 +129,26 @@ class ShardClaims:
     """The claims of one session on the shards of one order."""
 
     def __init__(self, order: str, session: WorkerSession) -> None:
-        self._object_store, self._folder, self._session = session.object_store, f"{CLAIMS}/{order}", session
-        self._holders: dict[str, str] = {}  # a claim never changes
-        self._mine: set[int] = set()
+        self._session = session
+        self._object_store = session.object_store
+        self._folder = f"{CLAIMS}/{order}"
+        self._holders: dict[str, str] = {}  # sessions by claim; a claim never changes
+        self._own: set[int] = set()
         self.taken_over = 0
 
     def take(self, shards: Sequence[int], most: int) -> list[int]:
         """Claim up to `most` of these shards: unclaimed ones first, then those of lost workers."""
         latest: dict[int, int] = {}  # the number of the latest claim on each shard
         for match in filter(None, map(_CLAIM.fullmatch, self._object_store.names(self._folder))):
-            latest[int(match[1])] = max(int(match[2]), latest.get(int(match[1]), 0))
-        others = (shard for shard in sorted(shards, key=latest.__contains__) if shard not in self._mine)
-        taken = list(islice((shard for shard in others if self._take(shard, latest.get(shard))), most))
-        self._mine.update(taken)
+            shard, number = int(match[1]), int(match[2])
+            latest[shard] = max(number, latest.get(shard, 0))
+        candidates = (shard for shard in sorted(shards, key=latest.__contains__) if shard not in self._own)
+        taken = list(islice((shard for shard in candidates if self._take(shard, latest.get(shard))), most))
+        self._own.update(taken)
         return taken
 
     def _take(self, shard: int, number: int | None) -> bool:
+        """Try to claim a shard whose latest claim has this number; None: it has no claim."""
         if number is not None:
             path = f"{self._folder}/shard-{shard:05d}-{number}"
             if path not in self._holders:
@@ -155,20 +164,15 @@ class ShardClaims:
         return True
 
 
-POLL_S = 0.05
-REMOTE_POLL_S = 0.5
-IDLE_S = 60.0  # without a new shard, after which a message is logged
-
-
 class OrderWithdrawn(Exception):
-    """An order was completed or withdrawn by another process."""
+    """Another process has completed or withdrawn an order."""
 
 
 class ShardQueue(ShardSource):
-    """The shards that one process makes for an order; `made_here`, `too_late_here` and `taken_over` count them.
+    """The shards that this process makes for an order; they are listed in `made_here` and `too_late_here`.
 
     Shards are written to `directory`, which all processes share if `sync` is None. Otherwise they are uploaded from
-    there, and a process that `collects` also downloads those of the others.
+    there, and a process that `collects` also downloads the shards of other processes.
     """
 
     def __init__(
@@ -182,35 +186,40 @@ class ShardQueue(ShardSource):
         takes: bool = True,
         log: Callable[[str], object] = lambda text: None,
     ) -> None:
-        self.order, self.directory, self.sync, self.collects = order, directory, sync, collects
+        self.order = order
+        self.directory = directory
+        self.sync = sync
+        self.collects = collects
         self.provenance = {**order.provenance, "worker": session.worker}
-        self.processes = 1  # that began together: each takes no more than its part
-        self.check: Callable[[], object] = lambda: None  # raises if all must end
-        self._object_store, self._takes, self._log = session.object_store, takes, log
+        self.processes = 1  # number of processes that begin together: each takes no more than its part
+        self.check: Callable[[], object] = lambda: None  # raises if generating must end
+        self.made_here: list[int] = []  # shards that this process committed
+        self.too_late_here: list[int] = []  # shards that another process committed first
+        self._object_store = session.object_store
+        self._takes = takes
+        self._log = log
         self._claims = ShardClaims(order.name, session)
-        self.made_here: list[int] = []
-        self.too_late_here: list[int] = []
         self._known: set[int] = set()
         self._changed = time.monotonic()
 
     @property
     def taken_over(self) -> int:
-        """Shards that a lost worker had begun."""
+        """Number of shards that were claimed by a lost worker before."""
         return self._claims.taken_over
 
     def present(self) -> set[int]:
         """Shards that are committed where all processes see them."""
         self.check()
-        there = set() if self.sync is None else self.sync.shards(self.directory.name)
-        present = _local_shards(self.directory)  # after `there`: what is made meanwhile must not be downloaded
+        remote = set() if self.sync is None else self.sync.shards(self.directory.name)
+        present = _local_shards(self.directory)  # after `remote`: a shard that is made meanwhile is not downloaded
         if self.sync is not None:
             if self.collects:
-                # Those committed by a process that was killed before it uploaded them.
-                for index in sorted(present - there - set(self.made_here)):
+                # A process may have been killed between committing a shard and uploading it.
+                for index in sorted(present - remote - set(self.made_here)):
                     self._publish(index)
-                for index in sorted(there - present):
+                for index in sorted(remote - present):
                     self.sync.fetch_shard(self.directory, index)
-            present = there | (_local_shards(self.directory) if self.collects else set())
+            present = remote | (_local_shards(self.directory) if self.collects else set())
         elif self.collects:
             present = {index for index in present if index in self._known or self._fits(index)}
         if present - self._known:
@@ -218,7 +227,7 @@ class ShardQueue(ShardSource):
         return set(present)
 
     def _fits(self, index: int) -> bool:
-        """Whether a shard was made for this order; one of a withdrawn order is removed."""
+        """Whether a shard was made for this order; a shard of a withdrawn order is removed."""
         if self.order.fits(read_shard_manifest(self.directory, index).extra):
             return True
         self._log(f"{shard_path(self.directory, index)} was made for a withdrawn order: it is made again")
@@ -226,22 +235,22 @@ class ShardQueue(ShardSource):
         return False
 
     def take(self, missing: list[int], most: int) -> list[int]:
-        """Shards that this process claims now and that nobody has committed meanwhile."""
+        """Claim up to `most` of the missing shards; returns those that nobody has committed meanwhile."""
         if not self._takes or not missing:
             return []
         self._check_open()
         taken = self._claims.take(missing, min(most, -(-len(missing) // self.processes)))
         if not taken:
             return []
-        there = _local_shards(self.directory) if self.sync is None else self.sync.shards(self.directory.name)
-        return [index for index in taken if index not in there]
+        committed = _local_shards(self.directory) if self.sync is None else self.sync.shards(self.directory.name)
+        return [index for index in taken if index not in committed]
 
     def _check_open(self) -> None:
         if not self.collects and not is_open(self._object_store, self.order):
             raise OrderWithdrawn
 
-    def made(self, shard: int) -> None:
-        """Upload a shard if processes share no directory."""
+    def mark_committed(self, shard: int) -> None:
+        """Count a shard, and upload it if processes share no directory."""
         self.made_here.append(shard)
         if self.sync is not None:
             self._publish(shard)
@@ -249,7 +258,7 @@ class ShardQueue(ShardSource):
     def _publish(self, shard: int) -> None:
         assert self.sync is not None
         if not (published := self.sync.publish_shard(self.directory, shard)):
-            self.too_late(shard)
+            self.mark_lost_race(shard)
         if not published or not self.collects:
             self._remove(shard)  # the one in the object store counts
 
@@ -257,7 +266,7 @@ class ShardQueue(ShardSource):
         shard_manifest_path(self.directory, shard).unlink(missing_ok=True)
         shard_path(self.directory, shard).unlink(missing_ok=True)
 
-    def too_late(self, shard: int) -> None:
+    def mark_lost_race(self, shard: int) -> None:
         """Count and log a shard that another process committed first."""
         self.too_late_here.append(shard)
         if shard in self.made_here:
@@ -265,7 +274,7 @@ class ShardQueue(ShardSource):
         self._log(f"shard {shard} of {self.directory.name} was made twice: another process committed it first")
 
     def wait(self) -> None:
-        """Wait a moment; log a message if no shard arrives for long."""
+        """Wait a moment; log a message if no shard has arrived for long."""
         time.sleep(POLL_S if self.sync is None else REMOTE_POLL_S)
         self._check_open()
         if self.processes == 1 and time.monotonic() - self._changed > IDLE_S:
@@ -277,6 +286,6 @@ class ShardQueue(ShardSource):
 
 
 def _local_shards(directory: Path) -> set[int]:
-    """Shards whose file and manifest are in a directory."""
+    """Shards with both file and manifest in a directory."""
     names = {entry.name for entry in directory.iterdir()} if directory.is_dir() else set()
     return {index for index in shard_indices(names) if shard_path(directory, index).name in names}

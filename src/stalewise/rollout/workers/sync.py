@@ -1,8 +1,8 @@
 """Copies checkpoints and rollouts between a run directory and an object store; the manifest comes last.
 
-Names there are those of the run directory, except that a checkpoint's folder and a shard's file carry the beginning of
-a SHA-256 (`checkpoints/v000064-1f0c…/`, `shard-00004-9ab2….parquet`). Thus nothing that may be being read is
-overwritten, and if two workers make one shard, the first manifest decides.
+Objects are named as the files of a run directory, except that a checkpoint's folder and a shard's file contain the
+beginning of a SHA-256 (`checkpoints/v000064-1f0c…/`, `shard-00004-9ab2….parquet`). So no file is overwritten while it
+may be read, and if two workers make one shard, the first manifest decides.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from stalewise.store.checkpoints import SHA256, checkpoint_directory, versions
 from stalewise.store.manifest import BATCH_MANIFEST, read_shard_manifest, shard_manifest_path
 from stalewise.store.object_store import ObjectStore
 
-DIGITS = 12  # of a SHA-256 in a name; the manifest has all of them
+DIGITS = 12  # of a SHA-256 in a name; the manifest has all digits
 _SHARD = re.compile(r"shard-(\d{5,})\.json")
 _CHECKPOINT = re.compile(r"v(\d{6,})-[0-9a-f]+")
-_TRAINER_FILES = re.compile(r"(optimizer\w*|proximal)\.safetensors")  # of a checkpoint; samplers do not need them
+_TRAINER_FILES = re.compile(r"(optimizer\w*|proximal)\.safetensors")  # files of a checkpoint that samplers do not need
 
 
 def policy_digest(checkpoint: Path) -> str:
-    """Identifies a policy: the SHA-256 of its manifest, which has those of all its files."""
+    """Identifies a policy: the SHA-256 of its manifest, which contains the SHA-256 of each of its files."""
     return sha256_file(checkpoint / "manifest.json")
 
 
 def policy_folder(version: int, digest: str) -> str:
-    """Where a policy is in the object store."""
+    """The folder of a policy in the object store."""
     return f"checkpoints/v{version:06d}-{digest[:DIGITS]}"
 
 
 def shard_indices(names: Iterable[str]) -> set[int]:
-    """Shards whose manifests are among the names of files."""
+    """Indices of the shards whose manifests are among these file names."""
     return {int(match[1]) for match in map(_SHARD.fullmatch, names) if match}
 
 
@@ -49,21 +49,21 @@ class PolicySync:
         self.object_store = object_store
 
     def publish_checkpoints(self, run: Path) -> None:
-        """Upload new checkpoints; remove those that are gone here."""
-        here = {policy_folder(v, policy_digest(checkpoint_directory(run, v))): v for v in versions(run)}
-        for folder, version in here.items():
+        """Upload new checkpoints; remove those that were deleted here."""
+        version_of = {policy_folder(v, policy_digest(checkpoint_directory(run, v))): v for v in versions(run)}
+        for folder, version in version_of.items():
             if self.object_store.read(f"{folder}/manifest.json") is None:
                 directory = checkpoint_directory(run, version)
                 for name in read_json(directory / "manifest.json")["files"]:
                     self.object_store.upload(directory / name, f"{folder}/{name}")
                 self.object_store.write(f"{folder}/manifest.json", (directory / "manifest.json").read_bytes())
         for name in self.object_store.names("checkpoints"):
-            if f"checkpoints/{name}" not in here:
+            if f"checkpoints/{name}" not in version_of:
                 self.object_store.remove(f"checkpoints/{name}/manifest.json")
                 self.object_store.remove(f"checkpoints/{name}")
 
     def published(self) -> dict[int, str]:
-        """Folders of the complete checkpoints there, by version."""
+        """Folders of the complete checkpoints in the object store, by version."""
         matches = (match for match in map(_CHECKPOINT.fullmatch, self.object_store.names("checkpoints")) if match)
         complete = (match for match in matches if self.object_store.read(f"checkpoints/{match[0]}/manifest.json"))
         return {int(match[1]): f"checkpoints/{match[0]}" for match in complete}
@@ -79,7 +79,7 @@ class PolicySync:
     def fetch_checkpoint(
         self, folder: str, final: Path, digest: str | None = None, unwanted: re.Pattern[str] | None = None
     ) -> None:
-        """Download a checkpoint but its `unwanted` files; `digest` is that of its manifest, if known."""
+        """Download a checkpoint without its `unwanted` files; its manifest must have this `digest`, if given."""
         content = self.object_store.read(f"{folder}/manifest.json")
         where = f"{self.object_store.where}/{folder}"
         if content is None:
@@ -101,11 +101,11 @@ class PolicySync:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def shards(self, batch: str) -> set[int]:
-        """Shards of a generation batch that are committed there."""
+        """Shards of a generation batch that are committed in the object store."""
         return shard_indices(self.object_store.names(f"rollouts/{batch}"))
 
     def publish_shard(self, directory: Path, index: int) -> bool:
-        """Upload a committed shard; False if another one is there, which stays."""
+        """Upload a committed shard; False if another process committed this shard there first."""
         manifest = read_json(shard_manifest_path(directory, index))
         folder, name = f"rollouts/{directory.name}", _remote_name(index, manifest["sha256"])
         self.object_store.upload(shard_path(directory, index), f"{folder}/{name}")
@@ -123,7 +123,7 @@ class PolicySync:
         path, manifest_path = shard_path(directory, index), shard_manifest_path(directory, index)
         temporary = atomic.temporary_name(path)
         atomic.make_directory(directory)
-        manifest_path.unlink(missing_ok=True)  # its shard is not here
+        manifest_path.unlink(missing_ok=True)  # a manifest without its shard
         try:
             self._download(f"rollouts/{directory.name}/{manifest['file']}", temporary, manifest)
             path.unlink(missing_ok=True)
@@ -134,7 +134,7 @@ class PolicySync:
         read_shard_manifest(directory, index)  # refuses another format
 
     def drop_misfits(self, batch: str, fits: Callable[[Mapping[str, Any]], bool]) -> list[int]:
-        """Remove shards there that were made for a withdrawn order; returns their indices."""
+        """Remove shards from the object store that were made for a withdrawn order; returns their indices."""
         dropped = [index for index in self.shards(batch) if not fits(self._manifest(batch, index).get("extra", {}))]
         if dropped:
             self.object_store.remove(f"rollouts/{batch}/{BATCH_MANIFEST}")
@@ -143,7 +143,7 @@ class PolicySync:
         return dropped
 
     def publish_batch(self, directory: Path) -> None:
-        """Commit a generation batch there: shards, then the manifest; files that no manifest names are removed."""
+        """Commit a generation batch in the object store: shards, then the manifest. Unnamed shard files are removed."""
         folder, there = f"rollouts/{directory.name}", self.shards(directory.name)
         for shard in committed_shards(directory):
             if shard.index not in there:
@@ -185,7 +185,7 @@ def _remote_name(index: int, sha256: str) -> str:
 
 
 def _checkpoint_files(content: bytes, where: str) -> tuple[Callable[[Path], str], dict[str, dict[str, Any]]]:
-    """What computes the checksums of a checkpoint, and its files."""
+    """The function that computes the checksums of a checkpoint, and its files, from the manifest's content."""
     try:
         record = parse_json(content, where)
         written, files = record["format"], dict(record["files"])

@@ -1,7 +1,7 @@
-"""Work orders: what the trainer asks workers for, one small object per generation batch.
+"""Work orders: requests to make a generation batch, one small JSON object per batch, placed by the trainer.
 
 `work/orders/g000003-v000064-1f0c….json` holds the plan of the batch, its policy (the SHA-256 of the checkpoint's
-manifest) and its config. It stands until its batch is complete; then it is removed together with its claims.
+manifest) and its config. It is removed, together with its claims, when the batch is complete.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ FORMAT = "stalewise.work/1"
 ORDERS = "work/orders"
 CLAIMS = "work/claims"
 COMPLETE = "work/complete.json"
-WORKER_SETTINGS = ("device", "threads")  # of `model`: may differ between workers, since rollouts do not depend on them
+# Settings of `model` that may differ between workers: rollouts do not depend on them.
+WORKER_SETTINGS = ("device", "threads")
+_JSON_NAMES = {"foreign_rollouts": "foreign_places"}  # fields of a plan that have other names in orders
 
 
 @dataclass(frozen=True, slots=True)
 class WorkOrder:
-    """One generation batch to make."""
+    """A request to make one generation batch."""
 
     plan: BatchPlan
     policy: str
@@ -37,56 +39,63 @@ class WorkOrder:
 
     @property
     def name(self) -> str:
-        """Differs for every plan and policy, so that nobody works on an order that was replaced."""
-        content = json.dumps([asdict(self.plan), self.policy], sort_keys=True)
+        """Unique to plan and policy, so that no worker continues an order that was replaced."""
+        content = json.dumps([plan_record(self.plan), self.policy], sort_keys=True)
         batch = f"g{self.plan.generation_batch:06d}-v{self.plan.version:06d}"
         return f"{batch}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
     @property
     def path(self) -> str:
-        """Its name in the object store."""
+        """The order's name in the object store."""
         return f"{ORDERS}/{self.name}.json"
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """What the manifest of a shard records about its origin."""
+        """The origin of a shard, for its manifest."""
         return {"policy": self.policy, "seed": self.plan.seed}
 
     def fits(self, extra: Mapping[str, Any]) -> bool:
-        """Whether a shard was made for this order; one of an earlier release, which has no such record, was."""
+        """Whether a shard was made for this order. Shards of earlier releases have no such record and fit any order."""
         return all(extra.get(key, value) == value for key, value in self.provenance.items())
 
 
 def place_order(object_store: ObjectStore, order: WorkOrder) -> None:
-    """Ask for a batch; other orders for the same batch are withdrawn."""
+    """Place an order; other orders for the same batch are withdrawn."""
     batch = order.name.rpartition("-")[0]
     for name in object_store.names(ORDERS):
         if name.startswith(f"{batch}-") and name != f"{order.name}.json":
             withdraw_order(object_store, name.removesuffix(".json"))
-    object_store.create(order.path, json.dumps(asdict(order)).encode())
+    record = {**asdict(order), "plan": plan_record(order.plan)}
+    object_store.create(order.path, json.dumps(record).encode())
 
 
 def withdraw_order(object_store: ObjectStore, name: str) -> None:
-    """Remove an order, then its claims, so that no new ones are made."""
+    """Remove an order first, then its claims, so that no claim is made afterwards."""
     object_store.remove(f"{ORDERS}/{name}.json")
     object_store.remove(f"{CLAIMS}/{name}")
 
 
 def is_open(object_store: ObjectStore, order: WorkOrder) -> bool:
-    """Whether an order stands."""
+    """Whether an order has not been completed or withdrawn."""
     return f"{order.name}.json" in object_store.names(ORDERS)
 
 
 def open_orders(object_store: ObjectStore) -> list[WorkOrder]:
-    """The orders that stand, by generation batch."""
+    """All open orders, sorted by generation batch."""
     contents = {path: object_store.read(path) for path in (f"{ORDERS}/{name}" for name in object_store.names(ORDERS))}
-    # One without content has been removed since.
+    # None: the order was removed meanwhile.
     return [_read(content, f"{object_store.where}/{path}") for path, content in contents.items() if content is not None]
+
+
+def plan_record(plan: BatchPlan) -> dict[str, Any]:
+    """The JSON form of a plan."""
+    return {_JSON_NAMES.get(name, name): value for name, value in asdict(plan).items()}
 
 
 def read_plan(record: Mapping[str, Any]) -> BatchPlan:
     """A plan from its JSON form, which has lists for tuples."""
-    values: dict[str, Any] = {field.name: record[field.name] for field in fields(BatchPlan)}
+    names = [field.name for field in fields(BatchPlan)]
+    values: dict[str, Any] = {name: record[_JSON_NAMES.get(name, name)] for name in names}
     return BatchPlan(**{**values, "rounds": tuple(values["rounds"])})
 
 
@@ -105,7 +114,7 @@ def _read(content: bytes, where: str) -> WorkOrder:
 
 
 def config_digest(config: RunConfig) -> str:
-    """Equal for configs whose rollouts belong to one run."""
+    """A digest that is equal for configs whose rollouts belong to one run."""
     identity = config.identity()
     identity["model"] = {key: value for key, value in identity["model"].items() if key not in WORKER_SETTINGS}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

@@ -37,21 +37,21 @@ from stalewise.types import NullCallback, ProgressCallback
 
 POLL_S = 0.1
 REMOTE_POLL_S = 2.0
-LOG_AFTER_S = 10.0  # of waiting for orders
+LOG_AFTER_S = 10.0  # of waiting for orders, a message is logged
 
 Afterwards = Callable[["RunLocation", Path], object]
 
 
 @dataclass
 class WorkDone:
-    """What a worker did."""
+    """Counts of what a worker made."""
 
     worker: str
     shards: int = 0
     rollouts: int = 0
-    taken_over: int = 0  # of the shards: begun by a worker that was lost
-    too_late: int = 0  # made, but another process committed them first
-    batches: list[str] = field(default_factory=list)  # that it made shards of
+    taken_over: int = 0  # shards that a lost worker had begun
+    too_late: int = 0  # shards that another process committed first
+    batches: list[str] = field(default_factory=list)  # names of the batches that it made shards of
 
 
 def work(
@@ -67,8 +67,8 @@ def work(
     """Make shards of all ordered batches until the run is complete; `once`: until no order is open.
 
     `source` is a run directory, the URL of a run's object store, or a config. `overrides` are settings that may differ
-    between workers, such as `model.device` and the engine. Downloaded policies are kept in `cache`, or temporarily.
-    `afterwards` is called with each batch that is committed, where this worker shares the run directory.
+    between workers, such as `model.device` and the engine. Downloaded policies are kept in `cache`, by default a
+    temporary directory. If this worker shares the run directory, `afterwards` is called with each committed batch.
     """
     callback = callback or NullCallback()
     location = RunLocation.find(str(source), overrides or {}, wait=not once, log=callback.log)
@@ -89,7 +89,7 @@ def work(
 
 @dataclass(frozen=True)
 class RunLocation:
-    """Where a run is: its object store, its config, and its directory if machines share it."""
+    """The object store of a run, its config, and its directory if this machine shares it."""
 
     object_store: ObjectStore
     config: RunConfig
@@ -106,7 +106,7 @@ class RunLocation:
         cls, source: str, overrides: Mapping[str, Any], *, wait: bool, log: Callable[[str], object]
     ) -> RunLocation:
         """Find a run by directory, URL or config file; `wait` for it if it has not started yet."""
-        given = None
+        of_file = None
         if "://" in source:
             prefix = "storage.options."
             options = {key.removeprefix(prefix): value for key, value in overrides.items() if key.startswith(prefix)}
@@ -114,20 +114,20 @@ class RunLocation:
         elif not Path(source).is_file() and Path(source).suffix != ".toml":  # a run directory, now or soon
             object_store, run = DirectoryStore(source), Path(source)
         else:
-            given = cls.of_config(load_config(source, overrides))
-            object_store, run = given.object_store, given.run
+            of_file = cls.of_config(load_config(source, overrides))
+            object_store, run = of_file.object_store, of_file.run
         record = _read_config(object_store, wait, log)
-        if given is None:
+        if of_file is None:
             changed = copy.deepcopy({key: value for key, value in record.items() if key != "format"})
             for key, value in overrides.items():
                 set_dotted(changed, key, value)
             config = make_config(changed, source=object_store.where)
-            if run is not None and config.storage.url:  # the trainer's own directory, where no orders are
+            if run is not None and config.storage.url:  # the trainer's own directory: orders are in the object store
                 remote = cls.of_config(config)
                 object_store, run = remote.object_store, remote.run
                 record = _read_config(object_store, wait, log)
         else:
-            config = given.config
+            config = of_file.config
             if config.plan.learning_rate != "given":  # the trainer has chosen it
                 optimizer = config.optimizer.model_copy(update={"learning_rate": record["optimizer"]["learning_rate"]})
                 config = config.model_copy(update={"optimizer": optimizer})
@@ -140,7 +140,7 @@ class RunLocation:
         return cls(object_store, config, run)
 
     def make_task(self, scratch: Path) -> Task:
-        """The run's task; with the run's own table of pass rates, which is put into `scratch`."""
+        """The run's task, with the run's table of pass rates if it has one, which is copied to `scratch`."""
         if not self.config.task.difficulty:
             return self.config.make_task()
         if (content := self.object_store.read(DIFFICULTY)) is None:
@@ -173,7 +173,7 @@ def _read_config(object_store: ObjectStore, wait: bool, log: Callable[[str], obj
 
 @dataclass
 class RolloutWorker:
-    """Makes shards of the orders of one run; `processes` and `check` are those of a `ShardQueue`."""
+    """Makes shards of the orders of one run; `processes` and `check` are passed to each `ShardQueue`."""
 
     location: RunLocation
     session: WorkerSession
@@ -192,7 +192,7 @@ class RolloutWorker:
     def work(self, once: bool) -> None:
         """Make shards for one order after another."""
         finished: set[str] = set()
-        idle_since: float | None = time.monotonic()  # None: the waiting has been logged
+        idle_since: float | None = time.monotonic()  # None: the message about waiting was logged
         while True:
             placed = work_order.open_orders(self.object_store)
             finished &= {order.name for order in placed}  # a completed order may be placed again
@@ -221,7 +221,7 @@ class RolloutWorker:
         except StoreError:
             if work_order.is_open(self.object_store, order):
                 raise
-            return  # it was withdrawn together with its policy
+            return  # the order was withdrawn together with its policy
         root = self.location.run / "rollouts" if self.location.run is not None else self.cache / order.name
         directory = batch_directory(root, version=plan.version, generation_batch=plan.generation_batch)
         queue = ShardQueue(order, directory, self.session, sync=self.sync, collects=False, log=self.callback.log)
@@ -230,7 +230,7 @@ class RolloutWorker:
         try:
             check = ScoreCheck(self.location.config.task.max_unscored, self.callback.log)
             make_shards(plan, checkpoint, directory, self.task, self.sampler, queue, self.callback.advance, check)
-            if self.location.run is not None and not plan.most_prompts:  # one that may grow is the trainer's to commit
+            if self.location.run is not None and not plan.most_prompts:  # the trainer commits a batch that may grow
                 commit_shards(plan, directory, self.task.name)
                 work_order.withdraw_order(self.object_store, order.name)
                 if self.afterwards is not None:
@@ -249,7 +249,7 @@ class RolloutWorker:
                 shutil.rmtree(root, ignore_errors=True)
 
     def _policy(self, order: WorkOrder) -> Path:
-        """The checkpoint that an order names, and no other."""
+        """The checkpoint of an order; StoreError if another policy is there."""
         version = order.plan.version
         if self.sync is not None:
             return self.sync.fetch_policy(version, order.policy, self.cache)
