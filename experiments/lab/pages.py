@@ -265,9 +265,9 @@ def results_table(experiments: Sequence[Experiment]) -> str | None:
         "# Results: the claims, tested small",
         "",
         "A verdict says whether an effect is there in runs that are some thousand times smaller than the papers', not "
-        "how large it is elsewhere. The rule of each verdict was stated before its runs; the pages of claims 1 and 8 say what was "
-        "changed later. Claims that are not shown, or "
-        "whose opposite is shown, are listed like all others. [How to run them](experiments.md). "
+        "how large it is elsewhere. The rule of each verdict was stated before its runs; the pages of claims 1 and 8 "
+        "say what was changed later. Claims that are not shown, or whose opposite is shown, are listed like all "
+        "others. [How to run them](experiments.md). "
         f"`{COMMAND} all --render-only` writes this page.",
         "",
         DESIGN,
