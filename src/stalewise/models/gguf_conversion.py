@@ -265,7 +265,7 @@ def _load(header: GGUFHeader, directory: Path) -> tuple[Any, Any]:
             f"{missing[0]}: name a Hugging Face directory of the model instead"
         )
     with torch.device("meta"):
-        expected = AutoModelForCausalLM.from_config(config).state_dict()
+        expected = AutoModelForCausalLM.from_config(config, trust_remote_code=False).state_dict()
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     if other := sorted(name for name, tensor in expected.items() if shapes.get(name, tensor.shape) != tensor.shape):
         raise ModelError(

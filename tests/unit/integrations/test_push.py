@@ -61,5 +61,5 @@ def test_a_hub_that_refuses_or_is_not_there_is_one_message(
         push(tiny_run.directory, "me/tiny")
     with pytest.raises(ConfigError, match="is not a valid repository name"):
         push(tiny_run.directory, "me/ti/ny")
-    with pytest.raises(ConfigError, match="leave out --version and --adapter"):
+    with pytest.raises(ConfigError, match="omit --version and --adapter"):
         push(tiny_run.directory, "me/tiny", rollouts=True, adapter=True)

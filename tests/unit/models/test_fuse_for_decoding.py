@@ -252,7 +252,7 @@ def test_a_sum_that_cannot_be_right_is_an_error_and_leaves_nothing_behind() -> N
     end, x = model.model.layers[0].self_attn.o_proj, torch.randn(3, 32)
     with torch.no_grad():
         product = end(x)
-        with pytest.raises(RuntimeError, match="changes the output"):
+        with pytest.raises(RuntimeError, match="modifies the output"):
             end.forward.added(torch.ones(3, 32), lambda: 2 * end(x))
         with pytest.raises(ZeroDivisionError):
             end.forward.added(torch.ones(3, 32), lambda: 1 // 0)

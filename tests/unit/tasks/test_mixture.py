@@ -225,9 +225,8 @@ def _is_shown(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(evaluated["by_task"]) == {"arithmetic", "small"}
     logged: dict[str, float] = {}
     trackers = Trackers(make_config({"runs": str(directory.parent), "name": directory.name}))
-    trackers._logged = 0
     monkeypatch.setattr(trackers, "_log", lambda values, step: logged.update(values))
-    trackers.log("")
+    trackers.evaluation(run.evaluations[-1])
     assert logged["evaluation/small/accuracy"] == run.evaluations[-1]["by_task"]["small"]["accuracy"]["value"]
     seen = seen_in_training(directory)
     assert any(name.startswith("arithmetic/") for name in seen.ids)  # by the ids that its task gives them

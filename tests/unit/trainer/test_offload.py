@@ -85,7 +85,7 @@ def test_flat_gradients_are_dropped_and_made_again(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(execution, "_use_graphs", use_graphs)
     trainer.sleep()
     assert type(execution.weights) is Weights
-    execution.records = True  # as it had graphs
+    execution.had_graphs = True
     plain = Trainer(config(), POLICY)
     expected = plain.update(rollouts())
     assert trainer.update(rollouts()) == pytest.approx(expected, rel=1e-3, nan_ok=True)
