@@ -120,6 +120,29 @@ def test_fields_splits_and_evaluation_rows(tmp_path: Path) -> None:
         partly.make_task()
 
 
+def test_answers_keep_their_types_for_functions(tmp_path: Path) -> None:
+    given: list[Any] = []
+
+    def own(response: str, answer: Any) -> float:
+        given.append(answer)
+        return float(response.isdigit() and int(response) == answer)
+
+    def of_trl(completions: list[str], answer: list[Any], **columns: Any) -> list[float]:
+        given.extend(answer)
+        return [1.0]
+
+    numbers = [{**row, "answer": int(row["answer"])} for row in ROWS]
+    task = config_of(tmp_path, dataset=numbers, reward=own).make_task()
+    (prompt,) = task.prompts(0, 1)
+    assert [reward.value for reward in task.verifier.score([prompt, prompt], [prompt.answer, "x"])] == [1, 0]
+    assert config_of(tmp_path, reward=of_trl, dataset=numbers, name="trl").make_task().verifier.score([prompt], ["x"])
+    assert [type(answer) for answer in given] == [int, int, int]
+    for answer in (["20", "twenty"], None, True, {"any": "20"}):
+        task = config_of(tmp_path, dataset=[{**row, "answer": answer} for row in ROWS], reward=of_trl).make_task()
+        task.verifier.score(task.prompts(0, 1), ["x"])
+        assert given[-1] == answer
+
+
 def test_a_bad_row_is_named_by_its_place_in_the_object_that_was_passed(tmp_path: Path) -> None:
     bad = [*ROWS[:5], {"prompt": "1+1=", "answer": ""}, *ROWS[5:]]
     for given in (bad, datasets.Dataset.from_list(bad), (row for row in bad)):
