@@ -34,6 +34,7 @@ from stalewise.tasks.mixture import MixtureVerifier
 from stalewise.tasks.rows import read_ids, task_of
 from stalewise.tasks.verifiers.error_counts import LISTED
 from stalewise.tasks.verifiers.math import MathVerifier
+from stalewise.tasks.verifiers.python import FunctionVerifier
 from stalewise.types import FinishReason, ProgressCallback, Prompt, Reward, SamplerSettings
 
 if TYPE_CHECKING:
@@ -124,8 +125,9 @@ def evaluate_checkpoint(
     if scores is not None:
         scores.add(errors)
     if errors.failed == len(rewards):
+        scorer = "reward function" if isinstance(task.verifier, FunctionVerifier) else "verifier"
         raise TaskError(
-            f"the verifier of {task.name} failed on all {len(rewards)} responses, so repair it: {errors.causes}"
+            f"the {scorer} of {task.name} failed on all {len(rewards)} responses, so repair it: {errors.causes}"
         )
     unmatched = task.verifier.unmatched(held_out) if isinstance(task.verifier, MathVerifier) else []
     score_PK = np.array([reward.value for reward in rewards]).reshape(len(held_out), samples)

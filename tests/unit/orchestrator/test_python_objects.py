@@ -143,6 +143,25 @@ def test_answers_keep_their_types_for_functions(tmp_path: Path) -> None:
         assert given[-1] == answer
 
 
+def test_a_function_that_does_not_apply_to_some_responses_can_be_weighted(tmp_path: Path) -> None:
+    def even(answer: str) -> float | None:
+        return None if int(answer) % 2 else 1.0
+
+    settings = {**SMALL, "reward_weights": {"even": 2.0, "equal": 1.0}, "runs": str(tmp_path)}
+    done = stalewise.train("embedded:arithmetic", ROWS, [equal, even], name="partly", **settings)
+    (directory, *_) = sorted(done.directory.glob("rollouts/*"))
+    batch = open_batch(directory)
+    plain = batch.column("reward")
+    weighted = batch.with_columns(reward_weights=settings["reward_weights"]).column("reward")
+    assert set((weighted - plain).tolist()) == {0.0, 1.0}
+
+
+def test_a_reward_function_that_fails_is_named_as_such(tmp_path: Path) -> None:
+    message = r"the reward function of rows failed on all \d+ responses.* returned None \(it must return a number"
+    with pytest.raises(TaskError, match=message):
+        stalewise.train("embedded:arithmetic", ROWS, lambda response: None, name="none", runs=str(tmp_path), **SMALL)
+
+
 def test_a_bad_row_is_named_by_its_place_in_the_object_that_was_passed(tmp_path: Path) -> None:
     bad = [*ROWS[:5], {"prompt": "1+1=", "answer": ""}, *ROWS[5:]]
     for given in (bad, datasets.Dataset.from_list(bad), (row for row in bad)):

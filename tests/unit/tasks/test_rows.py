@@ -88,5 +88,7 @@ def test_a_function_gets_the_answer_with_its_type(answer: Any, text: str) -> Non
 
 def test_a_list_as_answer_is_refused_with_a_way_out_where_no_function_scores() -> None:
     rows = [Row("here", {"problem": "1+1", "answer": ["2", "two"]})]
-    with pytest.raises(TaskError, match="must be text or a number, not list: name another .* or score with a reward f"):
+    with pytest.raises(
+        TaskError, match=r"must be text or a number, not list: name another .* or score with a reward f"
+    ):
         RowsTask("sums", None, evaluation_rows=rows)
