@@ -143,6 +143,30 @@ def test_answers_keep_their_types_for_functions(tmp_path: Path) -> None:
         assert given[-1] == answer
 
 
+def test_splits_are_of_named_data_or_of_a_dict_of_splits(tmp_path: Path) -> None:
+    for given in (ROWS, datasets.Dataset.from_list(ROWS)):
+        for key in ("split", "eval_split", "dataset_config"):
+            with pytest.raises(
+                ConfigError, match=f"^{key} is for a dataset that is named, and this one is in memory: "
+            ):
+                config_of(tmp_path, dataset=given, **{key: "test"})
+    both = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list(ROWS[4:]), "test": datasets.Dataset.from_list(ROWS[:4])}
+    )
+    task = config_of(tmp_path, dataset=both, eval_split="test").make_task()
+    assert (task.size, len(task.evaluation_prompts(99))) == (56, 4)
+    task = config_of(tmp_path, dataset=both, split="test", held_out=0.25, name="one").make_task()
+    assert (task.size, len(task.evaluation_prompts(99))) == (3, 1)
+    with pytest.raises(TaskError, match="the data set has no split 'tset'; did you mean test"):
+        config_of(tmp_path, dataset=both, eval_split="tset")
+    with pytest.raises(TaskError, match=r"is a dict with train, test: pass one split, .* or name it with split="):
+        config_of(tmp_path, dataset=both)
+    lines = tmp_path / "sums.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    with pytest.raises(TaskError, match="is a single file and has no split 'test'"):
+        config_of(tmp_path, dataset=lines, eval_split="test")
+
+
 def test_a_function_that_does_not_apply_to_some_responses_can_be_weighted(tmp_path: Path) -> None:
     def even(answer: str) -> float | None:
         return None if int(answer) % 2 else 1.0
