@@ -31,6 +31,10 @@ DIGITS = 12  # length of a fingerprint
 _REGISTERED: dict[str, Any] = {}
 
 
+class OnlyInProgramError(TaskError):
+    """A function or class that exists only in the program that began the run."""
+
+
 @dataclass(frozen=True)
 class Fingerprint:
     """The identity of a function or class, and the values it uses that the fingerprint does not cover."""
@@ -89,7 +93,7 @@ def registered(reference: str, what: str) -> Any:
         return _REGISTERED[reference]
     name, _, digest = reference.rpartition("@")
     if ":" not in name:
-        raise TaskError(
+        raise OnlyInProgramError(
             f"the {what} {name} exists only in the program that called stalewise.train: run that program again, or "
             f"move the {what} into a module that Python finds"
         )
