@@ -32,7 +32,7 @@ from stalewise.store.records import LARGEST
 from stalewise.tasks import Seen, Task, Verifier, close_task, count_errors, make_evaluation_file
 from stalewise.tasks.mixture import MixtureVerifier
 from stalewise.tasks.rows import read_ids, task_of
-from stalewise.tasks.verifiers.error_counts import LISTED
+from stalewise.tasks.verifiers.error_counts import LISTED, check_weights
 from stalewise.tasks.verifiers.math import MathVerifier
 from stalewise.tasks.verifiers.python import FunctionVerifier
 from stalewise.types import FinishReason, ProgressCallback, Prompt, Reward, SamplerSettings
@@ -106,10 +106,12 @@ def evaluate_checkpoint(
     scores: ScoreCheck | None = None,
     settings: SamplerSettings | None = None,
     load: Callable[[Path], object] | None = None,
+    reward_weights: Mapping[str, float] | None = None,
 ) -> Evaluation:
     """Sample and score `samples` responses to each of the first `prompts` held-out prompts that are not in `exclude`.
 
-    The seeds do not depend on the checkpoint. `load` replaces the sampler's own `load`.
+    The seeds do not depend on the checkpoint. `load` replaces the sampler's own `load`. `reward_weights` are only
+    checked: they must name parts of the rewards.
     """
     from stalewise.rollout.generate import sample_and_score
 
@@ -129,6 +131,7 @@ def evaluate_checkpoint(
         raise TaskError(
             f"the {scorer} of {task.name} failed on all {len(rewards)} responses, so repair it: {errors.causes}"
         )
+    check_weights(reward_weights or {}, rewards)
     unmatched = task.verifier.unmatched(held_out) if isinstance(task.verifier, MathVerifier) else []
     score_PK = np.array([reward.value for reward in rewards]).reshape(len(held_out), samples)
     return Evaluation(

@@ -35,6 +35,15 @@ def equal(response: str, answer: str) -> float:
     return float(response.strip() == answer)
 
 
+def len_of_response(response: str) -> float:
+    return float(len(response))
+
+
+class Own:
+    def __call__(self, response: str, answer: str) -> float:
+        return equal(response, answer)
+
+
 exact = functools.partial(equal)  # which runs in this process: others would import this module, and torch
 
 
@@ -165,6 +174,14 @@ def test_splits_are_of_named_data_or_of_a_dict_of_splits(tmp_path: Path) -> None
     lines.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     with pytest.raises(TaskError, match="is a single file and has no split 'test'"):
         config_of(tmp_path, dataset=lines, eval_split="test")
+
+
+def test_a_part_that_no_reward_has_is_found_by_the_first_evaluation(tmp_path: Path) -> None:
+    settings = {**SMALL, "reward_weights": {"equl": 1.0}, "runs": str(tmp_path)}
+    message = "objective.reward_weights names 'equl', which no reward has as a part; did you mean equal"
+    with pytest.raises(ConfigError, match=message):
+        stalewise.train("embedded:arithmetic", ROWS, [equal, len_of_response], name="slip", **settings)
+    assert not [*(tmp_path / "slip").glob("rollouts/*")]
 
 
 def test_a_function_that_does_not_apply_to_some_responses_can_be_weighted(tmp_path: Path) -> None:
@@ -344,7 +361,16 @@ def test_an_objective_of_a_program(tmp_path: Path, objectives: None) -> None:
         ({"dataset": [{"prompt": "a", "picture": b"1"}]}, TaskError, "field 'picture' of row 0 holds what JSON cannot"),
         ({"dataset": [{"question": "a", "answer": "b"}] * 20}, TaskError, "there is no field 'prompt'; .*prompt_field"),
         ({"reward": 3}, TaskError, "reward=3 is not a function"),
-        ({"reward": "numbr"}, TaskError, "reward='numbr' is not a verifier"),
+        ({"reward": "numbr"}, TaskError, "reward='numbr' is not a verifier: pass a function, or code, exact, judge"),
+        ({"reward": "function"}, TaskError, "reward='function' is not a verifier: pass a function, or code, exact, j"),
+        ({"reward": Own}, TaskError, r"reward=Own is a class: pass an object of it, Own\(\), which can be called"),
+        ({"reward": [exact, Own]}, TaskError, "reward=Own is a class"),
+        ({"reward_weights": [1.0, 0.5]}, ConfigError, r'a valid dictionary, as in \{"correct": 1\.0, "format": 0\.1'),
+        (
+            {"lora": {"rank": 4, "targets": "all-linear"}},
+            ConfigError,
+            "'all-linear': .* leave it out: an empty list nam",
+        ),
         ({"reward": lambda response, gold: 0}, TaskError, "asks for 'gold', which it does not get"),
         ({"model": object()}, ModelError, "model is a object: expected a directory, a name, or a PreTrainedModel"),
         ({"model": "embedded:algebra"}, ModelError, "there is no embedded policy 'algebra'"),
