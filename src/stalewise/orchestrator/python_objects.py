@@ -191,10 +191,14 @@ class RunFiles:
         """The options `verifier` and `verifier_options` of a reward: a callable, or the name of a verifier."""
         verifier_options = dict(options.get("verifier_options") or {})
         if reward is None or isinstance(reward, str):
-            if reward is not None and reward not in VERIFIERS:
-                raise TaskError(f"reward={reward!r} is not a verifier: pass a function, or {', '.join(VERIFIERS)}")
+            named = [name for name in VERIFIERS if name != "function"]  # which needs the reference of a function
+            if reward is not None and reward not in named:
+                raise TaskError(f"reward={reward!r} is not a verifier: pass a function, or {', '.join(named)}")
             return {"verifier": reward or "number", "verifier_options": verifier_options}
         is_list = isinstance(reward, list | tuple)
+        if classes := [one for one in (reward if is_list else [reward]) if isinstance(one, type)]:
+            name = classes[0].__name__
+            raise TaskError(f"reward={name} is a class: pass an object of it, {name}(), which can be called")
         if is_list and not (reward and all(map(callable, reward))):
             raise TaskError(
                 f"reward={reward!r:.60} must have functions, and at least one: verifiers have no place in it"
