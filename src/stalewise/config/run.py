@@ -433,10 +433,14 @@ def _explain(problem: Any) -> str:
 
 
 def _as_in(problem: Any) -> str:
-    """A hint how to write a text as the list or number that the setting takes; empty: unknown."""
+    """A hint how to write a value as the list, table or number that the setting takes; empty: unknown."""
     text = problem["input"]
     if problem["type"] == "list_type" and isinstance(text, str):
+        if text == "all-linear":  # PEFT's word
+            return "; leave it out: an empty list names all linear layers but the output layer"
         return f", as in {json.dumps([text])}"
+    if problem["type"] == "dict_type" and problem["loc"][-1] == "reward_weights":
+        return ', as in {"correct": 1.0, "format": 0.1}, by the names of the reward parts'
     if problem["type"] in ("float_type", "int_type") and isinstance(text, str):
         with contextlib.suppress(ValueError):
             float(text)

@@ -29,11 +29,12 @@ from stalewise.rollout.sampler import Sampler, token_limit
 from stalewise.statistics import Interval, bootstrap
 from stalewise.store import checkpoints
 from stalewise.store.records import LARGEST
-from stalewise.tasks import Seen, Task, Verifier, close_task, count_errors, make_evaluation_file
+from stalewise.tasks import ErrorCounts, Seen, Task, Verifier, close_task, count_errors, make_evaluation_file
 from stalewise.tasks.mixture import MixtureVerifier
 from stalewise.tasks.rows import read_ids, task_of
-from stalewise.tasks.verifiers.error_counts import LISTED
+from stalewise.tasks.verifiers.error_counts import LISTED, check_weights
 from stalewise.tasks.verifiers.math import MathVerifier
+from stalewise.tasks.verifiers.python import FunctionVerifier
 from stalewise.types import FinishReason, ProgressCallback, Prompt, Reward, SamplerSettings
 
 if TYPE_CHECKING:
@@ -105,10 +106,12 @@ def evaluate_checkpoint(
     scores: ScoreCheck | None = None,
     settings: SamplerSettings | None = None,
     load: Callable[[Path], object] | None = None,
+    reward_weights: Mapping[str, float] | None = None,
 ) -> Evaluation:
     """Sample and score `samples` responses to each of the first `prompts` held-out prompts that are not in `exclude`.
 
-    The seeds do not depend on the checkpoint. `load` replaces the sampler's own `load`.
+    The seeds do not depend on the checkpoint. `load` replaces the sampler's own `load`. `reward_weights` are only
+    checked: they must name parts of the rewards.
     """
     from stalewise.rollout.generate import sample_and_score
 
@@ -123,10 +126,7 @@ def evaluate_checkpoint(
     errors = count_errors(rewards, repeated, texts)
     if scores is not None:
         scores.add(errors)
-    if errors.failed == len(rewards):
-        raise TaskError(
-            f"the verifier of {task.name} failed on all {len(rewards)} responses, so repair it: {errors.causes}"
-        )
+    _check_rewards(task, rewards, errors, reward_weights or {})
     unmatched = task.verifier.unmatched(held_out) if isinstance(task.verifier, MathVerifier) else []
     score_PK = np.array([reward.value for reward in rewards]).reshape(len(held_out), samples)
     return Evaluation(
@@ -148,6 +148,15 @@ def evaluate_checkpoint(
         majority=majority_of(score_PK, answers_of(task.verifier, repeated, texts, rewards)),
         by_task=measures_by_task(task.verifier, repeated, texts, rewards, score_PK),
     )
+
+
+def _check_rewards(task: Task, rewards: list[Reward], errors: ErrorCounts, weights: Mapping[str, float]) -> None:
+    if errors.failed == len(rewards):
+        scorer = "reward function" if isinstance(task.verifier, FunctionVerifier) else "verifier"
+        raise TaskError(
+            f"the {scorer} of {task.name} failed on all {len(rewards)} responses, so repair it: {errors.causes}"
+        )
+    check_weights(weights, rewards)
 
 
 def _held_out(task: Task, count: int, exclude: Seen | None) -> tuple[list[Prompt], int]:

@@ -323,6 +323,7 @@ class Orchestrator:
             rows_at_once=self.config.sampler.rollouts_per_shard,
             scores=self.scores,
             load=self._load,
+            reward_weights=self.config.objective.reward_weights,
         )
         self.run_log.log_event("evaluate", result.seconds, version=version)
         self.writer.join()  # a record must not be of a version that does not exist

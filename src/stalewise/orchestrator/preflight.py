@@ -26,7 +26,7 @@ from stalewise.reporting.trackers import check_installed
 from stalewise.rollout.sampler import Request, Sampler, token_limit
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.tasks import Task, close_task
-from stalewise.tasks.callables import fingerprint
+from stalewise.tasks.callables import OnlyInProgramError, fingerprint
 from stalewise.tasks.sandbox import scratch_folder
 from stalewise.tasks.verifiers.python import FunctionVerifier, PythonVerifier
 from stalewise.types import Prompt
@@ -130,6 +130,8 @@ class _Preflight:
     def _run(self, name: str, check: Callable[[], tuple[Status, str]]) -> Check:
         try:
             return Check(name, *check())
+        except OnlyInProgramError as error:  # of a run from Python: its program has the function, this one does not
+            return Check(name, "warning", f"not checked: {error}")
         except StalewiseError as error:
             return Check(name, "bad", str(error))
         except Exception as error:  # an error of the model or a package, with which `train` would end too

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from stalewise.objectives.registry import Objective, get_objective, register_obj
 from stalewise.orchestrator.setup import resolve_settings
 from stalewise.store import atomic
 from stalewise.tasks import callables
-from stalewise.tasks.hf_datasets import rows_of
+from stalewise.tasks.hf_datasets import rows_of, split_of
 from stalewise.tasks.verifiers import VERIFIERS
 
 # Keywords that say how rows become prompts; all others are settings.
@@ -141,15 +142,16 @@ class RunFiles:
         """The table `task` for rows."""
         options = {key: value for key, value in keywords.items() if key not in _OF_THE_SOURCE}
         options["problem_field"] = options.pop("prompt_field", "prompt")
-        source = {"config": keywords.get("dataset_config"), "split": keywords.get("split", "train")}
-        rows = rows_of(dataset, **source)
+        source = {key: keywords[key] for key in _OF_THE_SOURCE if keywords.get(key) is not None}
+        _check_source(dataset, eval_dataset, source)
+        config, split, eval_split = source.get("dataset_config"), source.get("split", "train"), source.get("eval_split")
+        has_splits = isinstance(dataset, Mapping) and bool({"split", "eval_split"} & source.keys())
+        rows = rows_of(split_of(dataset, split) if has_splits else dataset, config=config, split=split)
         options["path"] = self._rows(dataset, rows)
-        if "eval_split" in keywords:
-            if eval_dataset is not None:
-                raise ConfigError("eval_split and eval_dataset both say what to evaluate on: give one of them")
-            eval_dataset, source = dataset, {**source, "split": keywords["eval_split"]}
+        if eval_split is not None:
+            eval_dataset, split = split_of(dataset, eval_split) if has_splits else dataset, eval_split
         if eval_dataset is not None:
-            options["evaluation_path"] = self._rows(eval_dataset, rows_of(eval_dataset, **source))
+            options["evaluation_path"] = self._rows(eval_dataset, rows_of(eval_dataset, config=config, split=split))
         return {"name": "jsonl", "options": options | self.reward_options(reward, rows, options)}
 
     def to_evaluate(
@@ -189,10 +191,14 @@ class RunFiles:
         """The options `verifier` and `verifier_options` of a reward: a callable, or the name of a verifier."""
         verifier_options = dict(options.get("verifier_options") or {})
         if reward is None or isinstance(reward, str):
-            if reward is not None and reward not in VERIFIERS:
-                raise TaskError(f"reward={reward!r} is not a verifier: pass a function, or {', '.join(VERIFIERS)}")
+            named = [name for name in VERIFIERS if name != "function"]  # which needs the reference of a function
+            if reward is not None and reward not in named:
+                raise TaskError(f"reward={reward!r} is not a verifier: pass a function, or {', '.join(named)}")
             return {"verifier": reward or "number", "verifier_options": verifier_options}
         is_list = isinstance(reward, list | tuple)
+        if classes := [one for one in (reward if is_list else [reward]) if isinstance(one, type)]:
+            name = classes[0].__name__
+            raise TaskError(f"reward={name} is a class: pass an object of it, {name}(), which can be called")
         if is_list and not (reward and all(map(callable, reward))):
             raise TaskError(
                 f"reward={reward!r:.60} must have functions, and at least one: verifiers have no place in it"
@@ -240,6 +246,18 @@ class RunFiles:
                 atomic.write_atomic(path, text)
         if self._model is not None and not self._model[0].is_dir():
             save_loaded(*self._model)
+
+
+def _check_source(dataset: Any, eval_dataset: Any, source: Mapping[str, str]) -> None:
+    """Refuse a config or a split of data that have none: these are for data that are named, or for a dict of splits."""
+    if "eval_split" in source and eval_dataset is not None:
+        raise ConfigError("eval_split and eval_dataset both say what to evaluate on: give one of them")
+    for key in source:
+        has_splits = key != "dataset_config" and isinstance(dataset, Mapping)
+        if not has_splits and not any(isinstance(data, str | os.PathLike) for data in (dataset, eval_dataset)):
+            advice = "pass eval_dataset" if key == "eval_split" else "slice the list instead"
+            advice = "pass the configuration that was loaded" if key == "dataset_config" else advice
+            raise ConfigError(f"{key} is for a dataset that is named, and this one is in memory: {advice}")
 
 
 def is_run(model: Any) -> bool:

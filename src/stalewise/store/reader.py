@@ -221,17 +221,23 @@ class Batch:
         return rows
 
     def _weighted(self, table: pa.Table) -> npt.NDArray[np.float64]:
-        """The weighted sums of the parts of rewards; NaN where the verifier failed."""
+        """The weighted sums of the parts of rewards; NaN where the verifier failed.
+
+        A part that only some rewards have adds nothing to the others. A part that no reward of the table has is an
+        error: its name may be misspelled.
+        """
         reward = numbers(table["reward"], np.float64)
-        for row, parts in enumerate(table["reward_parts"].to_pylist()):
-            if not np.isnan(reward[row]):
-                named = {part["name"]: part["value"] for part in parts}
-                if missing := [name for name in self.reward_weights if name not in named]:
-                    raise StoreError(
-                        f"{self.directory}: a reward has no part {missing[0]!r}, which objective.reward_weights names; "
-                        f"its parts are {', '.join(named) or 'none'}"
-                    )
-                reward[row] = sum(weight * named[name] for name, weight in self.reward_weights.items())
+        scored = np.flatnonzero(~np.isnan(reward)).tolist()
+        parts = table["reward_parts"].to_pylist()
+        named = {row: {part["name"]: part["value"] for part in parts[row]} for row in scored}
+        found = sorted({name for values in named.values() for name in values})
+        if missing := [name for name in self.reward_weights if scored and name not in found]:
+            raise StoreError(
+                f"{self.directory}: a reward has no part {missing[0]!r}, which objective.reward_weights names; "
+                f"its parts are {', '.join(found) or 'none'}"
+            )
+        for row, values in named.items():
+            reward[row] = sum(weight * values.get(name, 0.0) for name, weight in self.reward_weights.items())
         return reward
 
     @contextlib.contextmanager

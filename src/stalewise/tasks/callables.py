@@ -31,6 +31,10 @@ DIGITS = 12  # length of a fingerprint
 _REGISTERED: dict[str, Any] = {}
 
 
+class OnlyInProgramError(TaskError):
+    """A function or class that exists only in the program that began the run."""
+
+
 @dataclass(frozen=True)
 class Fingerprint:
     """The identity of a function or class, and the values it uses that the fingerprint does not cover."""
@@ -89,7 +93,7 @@ def registered(reference: str, what: str) -> Any:
         return _REGISTERED[reference]
     name, _, digest = reference.rpartition("@")
     if ":" not in name:
-        raise TaskError(
+        raise OnlyInProgramError(
             f"the {what} {name} exists only in the program that called stalewise.train: run that program again, or "
             f"move the {what} into a module that Python finds"
         )
@@ -319,8 +323,9 @@ def fingerprint_of_list(functions: Sequence[Callable[..., Any]]) -> Fingerprint:
 def combined(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     """Combine reward functions: the reward is the sum of theirs, and each is a part with the function's name.
 
-    Parts that a function returns are called `function.part`. If a function fails, the whole reward fails. The answer
-    for majority votes is the first that a function returns.
+    Parts that a function returns are called `function.part`. A function that returns None does not apply: it adds
+    nothing and has no part. If a function fails, or all return None, the whole reward fails. The answer for majority
+    votes is the first that a function returns.
     """
     names: list[str] = []
     for function in functions:
@@ -329,16 +334,17 @@ def combined(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
     calls = [bind(function) for function in functions]
 
     def total(results: Sequence[Any]) -> Any:
-        rewards = [reward_of(result) for result in results]
-        for name, reward in zip(names, rewards, strict=True):
+        given = zip(names, results, strict=True)
+        rewards = {name: reward_of(result) for name, result in given if result is not None}
+        if not rewards:
+            return Reward(math.nan, error="every reward function returned None")
+        for name, reward in rewards.items():
             if reward.error:
                 return Reward(math.nan, error=f"{reward.error} (in {name})")
-        parts = {name: reward.value for name, reward in zip(names, rewards, strict=True)}
-        parts |= {
-            f"{name}.{k}": v for name, reward in zip(names, rewards, strict=True) for k, v in reward.parts.items()
-        }
-        answer = next((reward.answer for reward in rewards if reward.answer is not None), None)
-        return Reward(math.fsum(reward.value for reward in rewards), parts, answer=answer)
+        parts = {name: reward.value for name, reward in rewards.items()}
+        parts |= {f"{name}.{k}": v for name, reward in rewards.items() for k, v in reward.parts.items()}
+        answer = next((reward.answer for reward in rewards.values() if reward.answer is not None), None)
+        return Reward(math.fsum(reward.value for reward in rewards.values()), parts, answer=answer)
 
     if not any(map(is_async, functions)):
         return lambda **values: total([call(values) for call in calls])

@@ -70,11 +70,12 @@ def rows_of(dataset: Any, *, config: str | None = None, split: str = "train") ->
     """The rows of a data set that a program has: a list of dicts, a `datasets.Dataset`, a file or a hub name."""
     if isinstance(dataset, str | os.PathLike):
         path = os.fspath(dataset)
-        is_lines = Path(path).suffix == ".jsonl" and Path(path).is_file()
+        is_lines = Path(path).suffix == ".jsonl" and Path(path).is_file() and split == "train"
         rows = [row.fields for row in (read_jsonl(path) if is_lines else _named(path, config, split))]
     elif isinstance(dataset, Mapping):
         names = ", ".join(map(str, dataset))
-        raise TaskError(f"the data set is a dict with {names}: pass one split, as in dataset[{split!r}]")
+        advice = f"pass one split, as in dataset[{split!r}], or name it with split=…"
+        raise TaskError(f"the data set is a dict with {names}: {advice}")
     elif type(dataset).__name__ == "DataFrame":  # pandas or polars: its items are columns
         rows = "to_dicts()" if hasattr(dataset, "to_dicts") else "to_dict('records')"
         raise TaskError(f"the data set is a DataFrame: pass its rows, as in dataset.{rows}")
@@ -85,6 +86,13 @@ def rows_of(dataset: Any, *, config: str | None = None, split: str = "train") ->
     if not rows:
         raise TaskError("the data set has no rows")
     return [_plain_row(number, row) for number, row in enumerate(rows)]
+
+
+def split_of(splits: Mapping[str, Any], name: str) -> Any:
+    """One split of a `DatasetDict`, or of another dict of data sets."""
+    if name not in splits:
+        raise TaskError(f"the data set has no split {name!r}; {nearest(name, map(str, splits))}")
+    return splits[name]
 
 
 def _named(path: str, config: str | None, split: str) -> Iterator[Row]:

@@ -114,7 +114,8 @@ def _ids_of(line: str, where: str) -> list[str]:
 
 
 MOST_CHARACTERS = 2**22  # longest text: some million tokens
-WHOLE_ROW = ("code", "function", "judge", "python")  # verifiers that get all fields of a row
+FUNCTIONS = ("function", "python")  # verifiers that call a function of the user's
+WHOLE_ROW = ("code", "judge", *FUNCTIONS)  # verifiers that get all fields of a row
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -229,6 +230,7 @@ class _Question:
     where: str
     row: str = ""  # the whole row as JSON, where the verifier asks for it
     turns: tuple[Mapping[str, str], ...] | None = None  # messages before the last, of a row whose prompt is a list
+    answer_field: str = ""  # where a function gets an answer that is not text
 
 
 class RowsTask:
@@ -310,13 +312,26 @@ class RowsTask:
         is_list = isinstance(row.fields.get(self._form.problem_field), list)
         messages = _messages(row, self._form.problem_field) if is_list else []
         problem = messages[-1]["content"] if is_list else _text(row, self._form.problem_field)
-        answer = _text(row, self._form.answer_field) if self._form.answer_field else ""
+        answer, answer_field = self._answer(row)
         named = row.fields.get(self._form.id_field) is not None
         whole_problem = json.dumps(messages) if len(messages) > 1 else problem
         row_id = _text(row, self._form.id_field) if named else content_id(whole_problem, answer)
         turns = tuple(messages[:-1]) if is_list else None
         whole = self._whole(row) if self._form.verifier in WHOLE_ROW else ""
-        return _Question(row_id, named, problem, answer, row.where, whole, turns)
+        return _Question(row_id, named, problem, answer, row.where, whole, turns, answer_field)
+
+    def _answer(self, row: Row) -> tuple[str, str]:
+        """The answer as text, and the name of its field if a function gets another value than this text."""
+        name = self._form.answer_field
+        if not name:
+            return "", ""
+        value = row.fields.get(name, "")
+        is_function = self._form.verifier in FUNCTIONS
+        if is_function and name in row.fields and (value is None or isinstance(value, bool | list | Mapping)):
+            where = f"{row.where}: field {name!r}"
+            return "" if value is None else _plain_text(_json(value, where), where), name
+        advice = "name another field in answer_field, or score with a reward function, which gets the value as it is"
+        return _text(row, name, advice), name if is_function and not isinstance(value, str) else ""
 
     def _whole(self, row: Row) -> str:
         """The row as JSON. For the verifier python, fields that JSON cannot hold are left out: it may not need them."""
@@ -337,6 +352,8 @@ class RowsTask:
             metadata = {**metadata, "problem": question.problem}
         if question.row:
             metadata = {**metadata, "row": question.row}
+        if question.answer_field:
+            metadata = {**metadata, "answer_field": question.answer_field}
         return Prompt(prefix + question.row_id, text, question.answer, metadata)
 
 
@@ -372,15 +389,16 @@ def _messages(row: Row, name: str) -> list[dict[str, str]]:
     return plain
 
 
-def _text(row: Row, name: str) -> str:
-    """Read a field that must hold text or a number."""
+def _text(row: Row, name: str, advice: str = "") -> str:
+    """Read a field that must hold text or a number; `advice` says what to do if it holds something else."""
     if name not in row.fields:
         others = "problem_field (prompt_field in Python) and answer_field name other fields"
         known = nearest(name, map(str, row.fields))
         raise TaskError(f"{row.where}: there is no field {name!r}; {known}; {others}")
     value = row.fields[name]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise TaskError(f"{row.where}: field {name!r} must be text or a number, not {type(value).__name__}")
+        problem = f"{row.where}: field {name!r} must be text or a number, not {type(value).__name__}"
+        raise TaskError(f"{problem}: {advice}" if advice else problem)
     if isinstance(value, float) and not math.isfinite(value):
         raise TaskError(f"{row.where}: field {name!r} is {value}, which nothing can equal")
     if isinstance(value, int) and abs(value) >= 10**4000:  # Python refuses to write out much longer ones

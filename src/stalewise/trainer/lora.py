@@ -272,6 +272,8 @@ def find_targets(model: Any, targets: list[str]) -> Targets:
             elif parameter.ndim > 1 and "bias" not in part:
                 others.add(_target_name(f"{name}.{part}"))
     known = {_last(name) for name in layers} | {_target_name(name) for name in parameters}
+    if "all-linear" in targets and "all-linear" not in known:  # PEFT's word
+        raise ModelError("model.lora.targets names 'all-linear': leave targets out, which adapts all linear layers")
     if wrong := [target for target in targets if target not in known]:
         raise ModelError(
             f"model.lora.targets names {wrong[0]!r}, which is not a linear layer, expert or router within "

@@ -12,7 +12,7 @@ import pytest
 
 from stalewise.config import make_config
 from stalewise.orchestrator.preflight import _host_memory, examine, gold_response, installation
-from stalewise.tasks import make_task
+from stalewise.tasks import callables, make_task
 from tiny import tiny_record
 
 
@@ -108,3 +108,24 @@ def test_prompts_that_replace_others_are_counted(runs: Path) -> None:
     (needed, disk), (needed_with, disk_with) = details
     assert "training prompts, 16 needed" in needed and "training prompts, 48 needed" in needed_with
     assert disk.startswith("32 rollouts") and disk_with.startswith("96 rollouts")
+
+
+@pytest.mark.parametrize("kind", ["reward", "task"])
+def test_a_function_that_only_its_program_has_is_a_warning(
+    kind: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(callables, "_REGISTERED", {})  # as in the program of `stalewise doctor`
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"problem": "{a}+{a}=", "answer": "{2 * a}"}}\n' for a in range(10, 90)))
+    rows = {"path": str(path), "verifier": "function", "verifier_options": {"function": "graded@123456789abc"}}
+    task = {"name": "jsonl", "options": rows}
+    if kind == "task":
+        task = {"name": "python", "options": {"task": "Own@123456789abc"}}
+    checks = {
+        check.name: check for check in examine(make_config(tiny_record(runs, model={"path": "arithmetic"}, task=task)))
+    }
+    found = checks["verifier" if kind == "reward" else "task"]
+    assert found.status == "warning"
+    assert "exists only in the program that called stalewise.train" in found.detail
+    assert not [check for check in checks.values() if check.status == "bad"]
+    assert ("learning" in checks) == (kind == "reward")  # which needs prompts, and no rewards

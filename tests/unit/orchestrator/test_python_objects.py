@@ -35,6 +35,15 @@ def equal(response: str, answer: str) -> float:
     return float(response.strip() == answer)
 
 
+def len_of_response(response: str) -> float:
+    return float(len(response))
+
+
+class Own:
+    def __call__(self, response: str, answer: str) -> float:
+        return equal(response, answer)
+
+
 exact = functools.partial(equal)  # which runs in this process: others would import this module, and torch
 
 
@@ -118,6 +127,80 @@ def test_fields_splits_and_evaluation_rows(tmp_path: Path) -> None:
     partly = config_of(tmp_path, dataset=[unanswered[0], *ROWS[1:]], name="fifth")  # the first row alone lacks one
     with pytest.raises(TaskError, match=r"^dataset\[0\]: there is no field 'answer'"):
         partly.make_task()
+
+
+def test_answers_keep_their_types_for_functions(tmp_path: Path) -> None:
+    given: list[Any] = []
+
+    def own(response: str, answer: Any) -> float:
+        given.append(answer)
+        return float(response.isdigit() and int(response) == answer)
+
+    def of_trl(completions: list[str], answer: list[Any], **columns: Any) -> list[float]:
+        given.extend(answer)
+        return [1.0]
+
+    numbers = [{**row, "answer": int(row["answer"])} for row in ROWS]
+    task = config_of(tmp_path, dataset=numbers, reward=own).make_task()
+    (prompt,) = task.prompts(0, 1)
+    assert [reward.value for reward in task.verifier.score([prompt, prompt], [prompt.answer, "x"])] == [1, 0]
+    assert config_of(tmp_path, reward=of_trl, dataset=numbers, name="trl").make_task().verifier.score([prompt], ["x"])
+    assert [type(answer) for answer in given] == [int, int, int]
+    for answer in (["20", "twenty"], None, True, {"any": "20"}):
+        task = config_of(tmp_path, dataset=[{**row, "answer": answer} for row in ROWS], reward=of_trl).make_task()
+        task.verifier.score(task.prompts(0, 1), ["x"])
+        assert given[-1] == answer
+
+
+def test_splits_are_of_named_data_or_of_a_dict_of_splits(tmp_path: Path) -> None:
+    for given in (ROWS, datasets.Dataset.from_list(ROWS)):
+        for key in ("split", "eval_split", "dataset_config"):
+            with pytest.raises(
+                ConfigError, match=f"^{key} is for a dataset that is named, and this one is in memory: "
+            ):
+                config_of(tmp_path, dataset=given, **{key: "test"})
+    both = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list(ROWS[4:]), "test": datasets.Dataset.from_list(ROWS[:4])}
+    )
+    task = config_of(tmp_path, dataset=both, eval_split="test").make_task()
+    assert (task.size, len(task.evaluation_prompts(99))) == (56, 4)
+    task = config_of(tmp_path, dataset=both, split="test", held_out=0.25, name="one").make_task()
+    assert (task.size, len(task.evaluation_prompts(99))) == (3, 1)
+    with pytest.raises(TaskError, match="the data set has no split 'tset'; did you mean test"):
+        config_of(tmp_path, dataset=both, eval_split="tset")
+    with pytest.raises(TaskError, match=r"is a dict with train, test: pass one split, .* or name it with split="):
+        config_of(tmp_path, dataset=both)
+    lines = tmp_path / "sums.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    with pytest.raises(TaskError, match="is a single file and has no split 'test'"):
+        config_of(tmp_path, dataset=lines, eval_split="test")
+
+
+def test_a_part_that_no_reward_has_is_found_by_the_first_evaluation(tmp_path: Path) -> None:
+    settings = {**SMALL, "reward_weights": {"equl": 1.0}, "runs": str(tmp_path)}
+    message = "objective.reward_weights names 'equl', which no reward has as a part; did you mean equal"
+    with pytest.raises(ConfigError, match=message):
+        stalewise.train("embedded:arithmetic", ROWS, [equal, len_of_response], name="slip", **settings)
+    assert not [*(tmp_path / "slip").glob("rollouts/*")]
+
+
+def test_a_function_that_does_not_apply_to_some_responses_can_be_weighted(tmp_path: Path) -> None:
+    def even(answer: str) -> float | None:
+        return None if int(answer) % 2 else 1.0
+
+    settings = {**SMALL, "reward_weights": {"even": 2.0, "equal": 1.0}, "runs": str(tmp_path)}
+    done = stalewise.train("embedded:arithmetic", ROWS, [equal, even], name="partly", **settings)
+    (directory, *_) = sorted(done.directory.glob("rollouts/*"))
+    batch = open_batch(directory)
+    plain = batch.column("reward")
+    weighted = batch.with_columns(reward_weights=settings["reward_weights"]).column("reward")
+    assert set((weighted - plain).tolist()) == {0.0, 1.0}
+
+
+def test_a_reward_function_that_fails_is_named_as_such(tmp_path: Path) -> None:
+    message = r"the reward function of rows failed on all \d+ responses.* returned None \(it must return a number"
+    with pytest.raises(TaskError, match=message):
+        stalewise.train("embedded:arithmetic", ROWS, lambda response: None, name="none", runs=str(tmp_path), **SMALL)
 
 
 def test_a_bad_row_is_named_by_its_place_in_the_object_that_was_passed(tmp_path: Path) -> None:
@@ -278,7 +361,16 @@ def test_an_objective_of_a_program(tmp_path: Path, objectives: None) -> None:
         ({"dataset": [{"prompt": "a", "picture": b"1"}]}, TaskError, "field 'picture' of row 0 holds what JSON cannot"),
         ({"dataset": [{"question": "a", "answer": "b"}] * 20}, TaskError, "there is no field 'prompt'; .*prompt_field"),
         ({"reward": 3}, TaskError, "reward=3 is not a function"),
-        ({"reward": "numbr"}, TaskError, "reward='numbr' is not a verifier"),
+        ({"reward": "numbr"}, TaskError, "reward='numbr' is not a verifier: pass a function, or code, exact, judge"),
+        ({"reward": "function"}, TaskError, "reward='function' is not a verifier: pass a function, or code, exact, j"),
+        ({"reward": Own}, TaskError, r"reward=Own is a class: pass an object of it, Own\(\), which can be called"),
+        ({"reward": [exact, Own]}, TaskError, "reward=Own is a class"),
+        ({"reward_weights": [1.0, 0.5]}, ConfigError, r'a valid dictionary, as in \{"correct": 1\.0, "format": 0\.1'),
+        (
+            {"lora": {"rank": 4, "targets": "all-linear"}},
+            ConfigError,
+            "'all-linear': .* leave it out: an empty list nam",
+        ),
         ({"reward": lambda response, gold: 0}, TaskError, "asks for 'gold', which it does not get"),
         ({"model": object()}, ModelError, "model is a object: expected a directory, a name, or a PreTrainedModel"),
         ({"model": "embedded:algebra"}, ModelError, "there is no embedded policy 'algebra'"),

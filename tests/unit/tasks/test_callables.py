@@ -238,3 +238,18 @@ def test_functions_of_a_list_that_share_a_name_or_fail() -> None:
     assert (found.value, found.parts) == (3.0, {"lambda": 1.0, "lambda-2": 2.0, "lambda-2.a": 3.0})
     failing = combined([lambda response: 1, lambda response: float("nan")])
     assert failing(prompt="p", response="r", answer="x").error == "not a finite number: reward is nan (in lambda-2)"
+
+
+def test_a_function_of_a_list_that_returns_none_does_not_apply() -> None:
+    def of_trl(completions: list[str], **columns: Any) -> list[float | None]:
+        return [None if completion == "r" else 2.0 for completion in completions]
+
+    total = combined([lambda response: 1 if response else None, of_trl])
+    found = [total(prompt="p", response=response, answer="x") for response in ("r", "s", "")]
+    assert [(reward.value, dict(reward.parts)) for reward in found] == [
+        (1.0, {"lambda": 1.0}),
+        (3.0, {"lambda": 1.0, "of_trl": 2.0}),
+        (2.0, {"of_trl": 2.0}),
+    ]
+    nothing = combined([lambda response: None, lambda answer: None])(prompt="p", response="r", answer="x")
+    assert nothing.error == "every reward function returned None"

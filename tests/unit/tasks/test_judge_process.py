@@ -33,7 +33,7 @@ def test_everything_that_can_go_wrong_is_an_error_of_its_own_response(
         "crash": "worker died: Segmentation fault",
         "nan": "not a finite number: reward is nan",
         "inf": "not a finite number: bonus is inf",
-        "none": "not a finite number: reward is NoneType",
+        "none": "returned None: it must return a number, or a dict with the key reward",
         "text": "not a finite number: reward is str",
         "headless": 'no reward: a dict from a verifier must have the key "reward"',
         "interrupt": "KeyboardInterrupt: ",

@@ -9,6 +9,7 @@ from prompts import ids, write
 from stalewise.errors import TaskError
 from stalewise.tasks import make_task
 from stalewise.tasks.rows import PromptForm, Row, RowsTask
+from stalewise.tasks.verifiers.python import arguments
 
 
 def test_held_out_rows_do_not_depend_on_the_order_of_the_file(sums: Path, tmp_path: Path) -> None:
@@ -70,3 +71,24 @@ def test_a_task_without_training_rows_only_evaluates() -> None:
     assert task.size == 0 and [prompt.answer for prompt in task.evaluation_prompts(5)] == ["2"]
     with pytest.raises(TaskError, match="has no training prompts"):
         task.prompts(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [("20", "20"), (20, "20"), (0.5, "0.5"), (["20", "zwölf"], '["20", "zwölf"]'), (True, "true"), (None, "")],
+)
+def test_a_function_gets_the_answer_with_its_type(answer: Any, text: str) -> None:
+    fields = {"verifier": "python", "verifier_options": {"function": "math:sqrt"}, "answer_field": "gold"}
+    rows = [Row("here", {"problem": "1+1", "gold": answer, "answer": "another"})]
+    (prompt,) = RowsTask("sums", None, evaluation_rows=rows, **fields).evaluation_prompts(1)
+    assert prompt.answer == text
+    given = arguments(prompt, "r")["answer"]
+    assert given == answer and type(given) is type(answer)
+
+
+def test_a_list_as_answer_is_refused_with_a_way_out_where_no_function_scores() -> None:
+    rows = [Row("here", {"problem": "1+1", "answer": ["2", "two"]})]
+    with pytest.raises(
+        TaskError, match=r"must be text or a number, not list: name another .* or score with a reward f"
+    ):
+        RowsTask("sums", None, evaluation_rows=rows)

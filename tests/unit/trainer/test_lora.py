@@ -187,6 +187,9 @@ def test_targets_choose_layers(tmp_path: Path) -> None:
         tmp_path / "a.toml", tiny_record(tmp_path, model={"lora": {"rank": 2, "targets": ["lm_head"]}})
     )
     assert "names 'lm_head', which is not a linear layer, expert or router within" in refused("train", config)
+    table = {"rank": 2, "targets": ["all-linear"]}
+    config = write_config(tmp_path / "a.toml", tiny_record(tmp_path, model={"lora": table}))
+    assert "names 'all-linear': leave targets out, which adapts all linear layers" in refused("train", config)
     assert versions(tmp_path / "tiny") == []
 
 

@@ -17,7 +17,7 @@ from policies import POLICY, moved
 from stalewise.api import learn, run
 from stalewise.config import RunConfig, make_config
 from stalewise.config.sections import ModelSection, ObjectiveSection
-from stalewise.errors import ConfigError, ModelError, StalewiseError
+from stalewise.errors import ConfigError, ModelError, StalewiseError, StoreError
 from stalewise.orchestrator.ranks import help_with_reference
 from stalewise.rollout.workers.worker import RunLocation, work
 from stalewise.store import batch_directories, open_batch
@@ -189,6 +189,8 @@ def test_weights_of_parts_are_the_reward(runs: Path) -> None:
     expected = np.array([0.25 * one["correct"] + 0.5 * one["format"] for one in parts])
     assert batch.column("reward").tolist() == expected.tolist() != plain.tolist()
     assert batch.take([3, 1]).reward.tolist() == expected[[3, 1]].tolist()
+    with pytest.raises(StoreError, match=r"a reward has no part 'style', which objective\.reward_weights names"):
+        batch.with_columns(reward_weights={"style": 1.0}).take([1])
     assert metric(config, "reward")[0] == pytest.approx(expected[:16].mean())
 
 
@@ -204,7 +206,7 @@ def test_bad_references_are_one_message(runs: Path) -> None:
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ModelError, match="another vocabulary than the policy"):
         check_reference(ObjectiveSection(kl=0.1, reference=str(other)), ModelSection(), "arithmetic", str(POLICY))
-    with pytest.raises(StalewiseError, match=r"a reward has no part 'style', which objective\.reward_weights names"):
+    with pytest.raises(StalewiseError, match=r"objective\.reward_weights names 'style', which no reward has as a part"):
         run(made(runs, "parts", objective={"reward_weights": {"style": 1.0}}))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from stalewise.errors import ConfigError, nearest
 from stalewise.types import Prompt, Reward
 
 LISTED = 20  # examples per kind of error that are listed; all errors are counted
@@ -105,6 +106,15 @@ class ErrorCounts:
     def _detail(self, kind: str) -> str:
         detail = self.examples[kind].removeprefix(kind).removeprefix(": ")
         return f" ({detail})" if detail else ""
+
+
+def check_weights(weights: Mapping[str, float], rewards: Iterable[Reward]) -> None:
+    """Raise a ConfigError if objective.reward_weights name a part that none of the scored rewards has."""
+    scored = [reward for reward in rewards if not reward.error]
+    found = {name for reward in scored for name in reward.parts}
+    if missing := [name for name in weights if scored and name not in found]:
+        known = nearest(missing[0], found) if found else "these rewards have no parts"
+        raise ConfigError(f"objective.reward_weights names {missing[0]!r}, which no reward has as a part; {known}")
 
 
 def count_errors(

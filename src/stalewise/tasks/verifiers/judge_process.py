@@ -135,6 +135,8 @@ def reward_of(result: object) -> Reward:
     """
     if isinstance(result, Reward):
         return result if result.error else replace(_finite(result.value, result.parts), answer=result.answer)
+    if result is None:
+        return Reward(math.nan, error="returned None: it must return a number, or a dict with the key reward")
     if not isinstance(result, Mapping):
         return _finite(result, {})
     if "reward" not in result:

@@ -124,13 +124,17 @@ class FunctionVerifier:
 
 
 def arguments(prompt: Prompt, response: str) -> dict[str, Any]:
-    """The arguments that a reward function may name: fields of the row, `prompt`, `response` and `answer`."""
+    """The arguments that a reward function may name: fields of the row, `prompt`, `response` and `answer`.
+
+    The answer is the row's own value, so a number stays a number.
+    """
     row = json.loads(prompt.metadata.get("row", "{}"))
     text = prompt.metadata.get("problem", prompt.text)
     if isinstance(row.get("prompt"), list):
         text = ChatText(text)
         text.messages = row["prompt"]
-    return {**row, "prompt": text, "response": response, "answer": prompt.answer}
+    answer = row.get(prompt.metadata.get("answer_field"), prompt.answer)  # the field is named if it is not text
+    return {**row, "prompt": text, "response": response, "answer": answer}
 
 
 def make_judge(function: Any) -> Judge:
