@@ -211,8 +211,18 @@ def check_identity(config: RunConfig) -> None:
         advice = _fork_in_program(config.directory, config.schedule.updates, changes)
         raise StoreError(f"{config.directory} was begun with {changed}: {_WAY_ON}{advice and f'; {advice}'}")
     forked = _fork_advice(config.directory, config.schedule.updates, changes)
+    if forked and is_of_program(recorded):
+        forked = f"{forked.removesuffix('; or ')}, by the same call with its name; or "
     advice = f"{forked}choose another name, or delete the directory to start anew"
     raise StoreError(f"{config.directory} belongs to another config ({'; '.join(differences[:3])}): {advice}")
+
+
+def is_of_program(record: Mapping[str, Any]) -> bool:
+    """Whether a run's config names objects that only a program has: `stalewise train` cannot continue it."""
+    task, objective = record.get("task", {}), record.get("objective", {})
+    options = task.get("options") or {}
+    named = ((options.get("verifier_options") or {}).get("function"), options.get("task"), objective.get("name"))
+    return any("@" in str(name) and ":" not in str(name) for name in named)
 
 
 def may_still_change(directory: Path, keys: Iterable[str]) -> bool:
@@ -249,13 +259,12 @@ def _fork_in_program(directory: Path, updates: int, changes: Mapping[str, tuple[
     return f"to go on with another from {start}: {call}, then the same call with that name"
 
 
-def repair_advice(config: RunConfig) -> str:
-    """How the responses that a failing verifier could not score are sampled again."""
-    function = str((config.task.options.get("verifier_options") or {}).get("function", ""))
+def repair_advice(directory: Path, updates: int, function: str) -> str:
+    """How the responses that a failing reward function could not score are sampled again."""
     if "@" not in function:
         return "the same command samples them again"
-    may_change = may_still_change(config.directory, [REWARD_FUNCTION]) or _is_unused_fork(config.directory)
-    forked = "" if may_change else _fork_in_program(config.directory, config.schedule.updates, {})
+    may_change = may_still_change(directory, [REWARD_FUNCTION]) or _is_unused_fork(directory)
+    forked = "" if may_change else _fork_in_program(directory, updates, {})
     return forked or "the same call samples them again"
 
 

@@ -356,7 +356,10 @@ class Orchestrator:
         if what in ("generate", "evaluate"):
             release_trainer_memory(self.trainer, self.run_log, offload=self.offloads)
         self.tokens = 0
-        self.scores = ScoreCheck(self.config.task.max_unscored, self.callback.log, partial(repair_advice, self.config))
+        task = self.config.task
+        function = str((task.options.get("verifier_options") or {}).get("function", ""))
+        advice = partial(repair_advice, self.directory, self.config.schedule.updates, function)
+        self.scores = ScoreCheck(task.max_unscored, self.callback.log, advice)
         self.callback.begin(what, total)
 
     def _count_tokens(self, count: int) -> None:

@@ -352,12 +352,15 @@ def test_a_reward_that_fails_after_the_first_stage_is_repaired_in_a_fork(tmp_pat
         calls.append(response)
         return exact(response, answer) if len(calls) <= 12 + 16 else 1 / 0
 
-    fork = f'to go on with another from the last checkpoint: stalewise.fork("{tmp_path}/own", name="own-2"), then the same call'
+    call_of_fork = f'stalewise.fork("{tmp_path}/own", name="own-2"), then the same call'
+    fork = f"to go on with another from the last checkpoint: {call_of_fork}"
     with pytest.raises(TaskError, match=re.escape(f"these responses are not kept, and {fork} with that name")):
         stalewise.train("embedded:arithmetic", ROWS, broken, name="own", **settings)
     with pytest.raises(StoreError, match=re.escape(f"for a new run; {fork} with that name")):
         stalewise.train("embedded:arithmetic", ROWS, exact, name="own", **settings)
-    directory = stalewise.fork(tmp_path / "own", name="own-2").directory
+    said = call("fork", tmp_path / "own", "--name", "own-2").stderr
+    assert said == f'next: stalewise.train(…, name="own-2") in the program that has the objects of {tmp_path}/own\n'
+    directory = tmp_path / "own-2"
     with pytest.raises(StoreError, match=r"optimizer\.learning_rate was .* and is 0\.1"):  # no object of a program
         stalewise.train(
             "embedded:arithmetic", ROWS, exact, name="own-2", **{**settings, "optimizer": {"learning_rate": 0.1}}
