@@ -209,7 +209,9 @@ def check_identity(config: RunConfig) -> None:
         if "model.path" not in changes and _is_unused_fork(config.directory):
             return
         advice = _fork_in_program(config.directory, config.schedule.updates, changes)
-        raise StoreError(f"{config.directory} was begun with {changed}: {_WAY_ON}{advice and f'; {advice}'}")
+        raise StoreError(
+            f"{config.directory} was begun with {changed}: {_WAY_ON}{advice and f'; the changed program {advice}'}"
+        )
     forked = _fork_advice(config.directory, config.schedule.updates, changes)
     if forked and is_of_program(recorded):
         forked = f"{forked.removesuffix('; or ')}, by the same call with its name; or "
@@ -244,7 +246,7 @@ def _is_unused_fork(directory: Path) -> bool:
 
 
 def _fork_in_program(directory: Path, updates: int, changes: Mapping[str, tuple[Any, Any]]) -> str:
-    """Advice to go on with a program's new objects in a fork; empty if a fork cannot take them."""
+    """Where and how a run goes on with a program's new objects; empty if a fork cannot take them."""
     existing = versions(directory)
     newest = [version for version in existing if version < updates][-1:]
     if (
@@ -256,7 +258,7 @@ def _fork_in_program(directory: Path, updates: int, changes: Mapping[str, tuple[
     is_last = newest == existing[-1:]
     call = f'stalewise.fork("{directory}"{"" if is_last else f", at={newest[0]}"}, name="{directory.name}-2")'
     start = "the last checkpoint" if is_last else f"version {newest[0]}"
-    return f"to go on with another from {start}: {call}, then the same call with that name"
+    return f"goes on from {start}: {call}, then the same call with that name"
 
 
 def repair_advice(directory: Path, updates: int, function: str) -> str:
@@ -265,7 +267,7 @@ def repair_advice(directory: Path, updates: int, function: str) -> str:
         return "the same command samples them again"
     may_change = may_still_change(directory, [REWARD_FUNCTION]) or _is_unused_fork(directory)
     forked = "" if may_change else _fork_in_program(directory, updates, {})
-    return forked or "the same call samples them again"
+    return f"a repaired function {forked}" if forked else "the same call samples them again"
 
 
 def _fork_advice(directory: Path, updates: int, changes: Mapping[str, tuple[Any, Any]]) -> str:

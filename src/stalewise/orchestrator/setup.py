@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from stalewise import store
 from stalewise.config import RunConfig, make_config
 from stalewise.config.run import held_out_warning, stages_warning
 from stalewise.config.run_directory import (
@@ -174,13 +175,14 @@ def adopt_changes(record: dict[str, Any], run_log: RunLog, log: Callable[[str], 
     log(f"changed in place: {'; '.join(shown[:3])}{f'; {len(shown) - 3} more' if len(shown) > 3 else ''}")
     if not identity:
         return False
-    is_fork = any(newest)  # made no update of its own
-    if kept := read_fork(directory).get("rollouts") if is_fork and REWARD_FUNCTION in identity else ():
+    # Of a run with rollouts or updates, training may change before the first update, and a fork takes a program's objects.
+    is_begun = any(newest) or any(map(store.committed_shards, store.batch_directories(directory / "rollouts")))
+    if kept := read_fork(directory).get("rollouts") if is_begun and REWARD_FUNCTION in identity else ():
         log(f"{', '.join(kept)} came with the fork: their rollouts keep the rewards of the function before")
-    if not is_fork or any(key.startswith(OF_TRAINING) for key in identity):
+    if not is_begun or any(key.startswith(OF_TRAINING) for key in identity):
         (directory / LIMITS_FILE).unlink(missing_ok=True)
     of_rollouts = [key for key in identity if not key.startswith(OF_TRAINING)]
-    if of_rollouts and not is_fork:  # then no batch was generated either
+    if of_rollouts and not is_begun:  # then no batch was generated either
         truncate_jsonl(run_log.stages_path, lambda line: False)
     if any(not key.startswith(("schedule.", "batch.")) for key in of_rollouts):
         run_log.forget_evaluations()

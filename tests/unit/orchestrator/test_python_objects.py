@@ -174,7 +174,9 @@ def test_an_interrupted_run_resumes_to_the_same_bits_and_refuses_other_objects(
     assert "was begun with another reward function (the run's own is in python/reward.py): restore it" in message
     assert "choose another name=… for a new run" in message
     assert "another data set (the run's own is in data/)" in refused(dataset=ROWS[:-1])
-    assert "optimizer.learning_rate was 0.0003 and is 0.1" in refused(optimizer={"learning_rate": 0.1})
+    message = refused(optimizer={"learning_rate": 0.1})
+    assert "optimizer.learning_rate was 0.0003 and is 0.1" in message
+    assert "continues from version 1 as a new run, by the same call with its name; or choose another name" in message
     moved = tmp_path / "elsewhere"
     result.directory.rename(moved / "own") if moved.mkdir() is None else None
     settings = {**SMALL, "runs": str(moved), "name": "own"}
@@ -353,10 +355,12 @@ def test_a_reward_that_fails_after_the_first_stage_is_repaired_in_a_fork(tmp_pat
         return exact(response, answer) if len(calls) <= 12 + 16 else 1 / 0
 
     call_of_fork = f'stalewise.fork("{tmp_path}/own", name="own-2"), then the same call'
-    fork = f"to go on with another from the last checkpoint: {call_of_fork}"
-    with pytest.raises(TaskError, match=re.escape(f"these responses are not kept, and {fork} with that name")):
+    fork = f"goes on from the last checkpoint: {call_of_fork}"
+    with pytest.raises(
+        TaskError, match=re.escape(f"these responses are not kept, and a repaired function {fork} with that name")
+    ):
         stalewise.train("embedded:arithmetic", ROWS, broken, name="own", **settings)
-    with pytest.raises(StoreError, match=re.escape(f"for a new run; {fork} with that name")):
+    with pytest.raises(StoreError, match=re.escape(f"for a new run; the changed program {fork} with that name")):
         stalewise.train("embedded:arithmetic", ROWS, exact, name="own", **settings)
     said = call("fork", tmp_path / "own", "--name", "own-2").stderr
     assert said == f'next: stalewise.train(…, name="own-2") in the program that has the objects of {tmp_path}/own\n'
