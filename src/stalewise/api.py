@@ -97,7 +97,7 @@ def _read(config: Any) -> RunConfig:
     if not isinstance(config, str | Path):
         kind = type(config).__name__
         advice = "stalewise.make_config makes one of a dict" if isinstance(config, Mapping) else "load_config reads one"
-        raise ConfigError(f"config is a {kind}: expected a RunConfig, a TOML file or a run directory; {advice}")
+        raise ConfigError(f"config has type {kind}: expected a RunConfig, a TOML file or a run directory; {advice}")
     return read_config_at(config, {}) if Path(config).is_dir() else load_config(config)
 
 

@@ -128,7 +128,9 @@ def test_verbs_take_paths_and_show_their_progress(
 
 def test_mistakes_in_a_call_are_one_message(tiny_run: RunConfig, tmp_path: Path) -> None:
     given: Any = {"name": "a"}
-    with pytest.raises(ConfigError, match=r"config is a dict: expected .*; stalewise.make_config makes one of a dict"):
+    with pytest.raises(
+        ConfigError, match=r"config has type dict: expected .*; stalewise.make_config makes one of a dict"
+    ):
         run(given)
     with pytest.raises(ConfigError, match=r"first.toml does not exist"):
         run("first.toml")

@@ -175,7 +175,7 @@ def adopt_changes(record: dict[str, Any], run_log: RunLog, log: Callable[[str], 
     log(f"changed in place: {'; '.join(shown[:3])}{f'; {len(shown) - 3} more' if len(shown) > 3 else ''}")
     if not identity:
         return False
-    # Of a run with rollouts or updates, training may change before the first update, and a fork takes a program's objects.
+    # With rollouts, training may still change before the first update, and a fork takes objects of a program.
     is_begun = any(newest) or any(map(store.committed_shards, store.batch_directories(directory / "rollouts")))
     if kept := read_fork(directory).get("rollouts") if is_begun and REWARD_FUNCTION in identity else ():
         log(f"{', '.join(kept)} came with the fork: their rollouts keep the rewards of the function before")
