@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from stalewise.config import RunConfig
-from stalewise.config.run_directory import RunResult, is_started, read_config
+from stalewise.config import RunConfig, load_config
+from stalewise.config.run_directory import RunResult, is_started, read_config, read_config_at
 from stalewise.distributed import Ranks
-from stalewise.errors import StoreError, TaskError
+from stalewise.errors import ConfigError, StoreError, TaskError
 from stalewise.orchestrator import python_objects
 from stalewise.orchestrator.evaluation import (
     Evaluation,
@@ -40,7 +40,7 @@ from stalewise.store.reward_versions import RewardVersion
 from stalewise.tasks import callables
 from stalewise.tasks.sandbox import scratch_folder
 from stalewise.tasks.verifiers import VERIFIERS
-from stalewise.types import NullCallback, ProgressCallback
+from stalewise.types import ProgressCallback
 
 __all__ = ["evaluate", "evaluate_suites", "fork", "generate", "learn", "rescore", "run", "train"]
 
@@ -63,16 +63,19 @@ def _accepts_watcher(verb: Callable[P, R]) -> Callable[P, R]:
 
 
 @_accepts_watcher
-def run(config: RunConfig, callback: ProgressCallback | None = None, *, say_plan: bool = False) -> RunResult:
+def run(
+    config: RunConfig | str | Path, callback: ProgressCallback | None = None, *, say_plan: bool = False
+) -> RunResult:
     """Train as the config says, continuing from its run directory, on all ranks that were launched.
 
-    `say_plan` logs the plan of a new run: what is known about its speed and its safety.
+    `config` may be the path of a TOML file, or a run directory. `callback` receives the progress; by default it goes to
+    stderr. `say_plan` logs the plan of a new run: what is known about its speed and its safety.
     """
-    progress = callback or NullCallback()
+    checked = _read(config)
 
-    def train(ranks: Ranks) -> RunResult:
-        check_objective(config.objective, config.batch.without_variance)  # before anything is loaded
-        resolved = resolve_settings(config, progress.log)
+    def train(ranks: Ranks, progress: ProgressCallback) -> RunResult:
+        check_objective(checked.objective, checked.batch.without_variance)  # before anything is loaded
+        resolved = resolve_settings(checked, progress.log)
         if (say_plan or resolved.plan.strict) and not is_started(resolved.directory):
             plan = plan_for_training(resolved)  # raises where plan.strict is set and the run is not known to be safe
             for line in plan.lines if say_plan else ():
@@ -82,7 +85,39 @@ def run(config: RunConfig, callback: ProgressCallback | None = None, *, say_plan
             restore(resolved, progress.log)
             return Orchestrator(resolved, progress, source, ranks=ranks).run()
 
-    return run_on_all_ranks(config, train)
+    is_first = join_ranks(checked.model.device).is_first
+    with _progress(callback, watching(checked, is_first=is_first)) as progress:
+        return run_on_all_ranks(checked, functools.partial(train, progress=progress))
+
+
+def _read(config: Any) -> RunConfig:
+    """The config, or that of a TOML file or a run directory."""
+    if isinstance(config, RunConfig):
+        return config
+    if not isinstance(config, str | Path):
+        kind = type(config).__name__
+        advice = "stalewise.make_config makes one of a dict" if isinstance(config, Mapping) else "load_config reads one"
+        raise ConfigError(f"config has type {kind}: expected a RunConfig, a TOML file or a run directory; {advice}")
+    return read_config_at(config, {}) if Path(config).is_dir() else load_config(config)
+
+
+def _progress(
+    callback: ProgressCallback | None, default: contextlib.AbstractContextManager[ProgressCallback]
+) -> contextlib.AbstractContextManager[ProgressCallback]:
+    """The callback, or if there is none, the default."""
+    if callback is None:
+        return default
+    _check_callback(callback)
+    return contextlib.nullcontext(callback)
+
+
+def _check_callback(callback: ProgressCallback | None) -> None:
+    names = () if callback is None else ("begin", "advance", "metrics", "log")
+    if missing := [name for name in names if not hasattr(callback, name)]:
+        raise ConfigError(
+            f"callback={callback!r:.60} has no method {missing[0]}: pass an object with the methods of "
+            "stalewise.types.ProgressCallback, such as one of a class that inherits from stalewise.types.NullCallback"
+        )
 
 
 def train(
@@ -119,6 +154,7 @@ def train(
 
     The same call continues a run that was interrupted. One with another function, data set or model is refused.
     """
+    _check_callback(callback)
     config = python_objects.config_of(
         model,
         dataset,
@@ -131,7 +167,7 @@ def train(
         keywords=keywords,
     )
     is_first = join_ranks(config.model.device).is_first
-    with contextlib.nullcontext(callback) if callback else watching(config, is_first=is_first) as progress:
+    with _progress(callback, watching(config, is_first=is_first)) as progress:
         try:
             return run(config, progress)
         except KeyboardInterrupt:
@@ -141,7 +177,7 @@ def train(
 
 @_accepts_watcher
 def generate(
-    config: RunConfig,
+    config: RunConfig | str | Path,
     *,
     batch: int | None = None,
     checkpoint: str | Path | None = None,
@@ -153,33 +189,35 @@ def generate(
     With `checkpoint`, a checkpoint of this run at any path, it makes the batches of that version: another machine can
     generate from a copied checkpoint, and the rollouts are copied back.
     """
-    callback = callback or NullCallback()
-    config = resolve_settings(config, callback.log)
-    with claim(config.directory):
+    config = _read(config)
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(_progress(callback, watching(config)))
+        config = resolve_settings(config, progress.log)
+        stack.enter_context(claim(config.directory))
         if checkpoint is None:
-            restore(config, callback.log)
-        with contextlib.closing(Orchestrator(config, callback)) as orchestrator:
-            if checkpoint is not None:
-                orchestrator.check_directory()
-                batches = _batches_of_checkpoint(orchestrator, Path(checkpoint))
-                _check_sampling(orchestrator, Path(checkpoint))
-                return [orchestrator.generate(g, Path(checkpoint)) for g in batches]
-            _check_sampling(orchestrator, Path(orchestrator.newest_policy()))
-            orchestrator.prepare(learns=False)
-            newest = checkpoints.versions(config.directory)[-1]
-            missing = orchestrator.missing_batch(newest) if newest < orchestrator.schedule.updates else None
-            if batch is None:
-                return [] if missing is None else [orchestrator.generate(missing)]
-            count = orchestrator.schedule.generation_batches
-            if not 0 <= batch < count:
-                raise StoreError(f"generation batch {batch} does not exist: this schedule has 0 to {count - 1}")
-            version = orchestrator.schedule.version_of(batch)
-            if version not in checkpoints.versions(config.directory):
-                raise StoreError(
-                    f"generation batch {batch} is made by version {version}, which {config.directory} does not have: "
-                    "`stalewise train` makes it in its turn"
-                )
-            return [orchestrator.generate(batch)]
+            restore(config, progress.log)
+        orchestrator = stack.enter_context(contextlib.closing(Orchestrator(config, progress)))
+        if checkpoint is not None:
+            orchestrator.check_directory()
+            batches = _batches_of_checkpoint(orchestrator, Path(checkpoint))
+            _check_sampling(orchestrator, Path(checkpoint))
+            return [orchestrator.generate(g, Path(checkpoint)) for g in batches]
+        _check_sampling(orchestrator, Path(orchestrator.newest_policy()))
+        orchestrator.prepare(learns=False)
+        newest = checkpoints.versions(config.directory)[-1]
+        missing = orchestrator.missing_batch(newest) if newest < orchestrator.schedule.updates else None
+        if batch is None:
+            return [] if missing is None else [orchestrator.generate(missing)]
+        count = orchestrator.schedule.generation_batches
+        if not 0 <= batch < count:
+            raise StoreError(f"generation batch {batch} does not exist: this schedule has 0 to {count - 1}")
+        version = orchestrator.schedule.version_of(batch)
+        if version not in checkpoints.versions(config.directory):
+            raise StoreError(
+                f"generation batch {batch} is made by version {version}, which {config.directory} does not have: "
+                "`stalewise train` makes it in its turn"
+            )
+        return [orchestrator.generate(batch)]
 
 
 def _check_sampling(orchestrator: Orchestrator, policy: Path) -> None:
@@ -204,8 +242,8 @@ def _batches_of_checkpoint(orchestrator: Orchestrator, checkpoint: Path) -> list
 
 @_accepts_watcher
 def learn(
-    config: RunConfig,
-    rollouts: Iterable[str | Path],
+    config: RunConfig | str | Path,
+    rollouts: str | Path | Iterable[str | Path],
     *,
     checkpoint: str | Path | None = None,
     unused: bool = False,
@@ -220,17 +258,20 @@ def learn(
     leaves out what the runs that made the rollouts have learned from. `rewards` names a version that `rescore` made of
     their rewards; "first" are those that they were generated with.
     """
-    paths, start = [Path(path) for path in rollouts], None if checkpoint is None else Path(checkpoint)
-    progress = callback or NullCallback()
+    named = [rollouts] if isinstance(rollouts, str | Path) else rollouts
+    paths, start = [Path(path) for path in named], None if checkpoint is None else Path(checkpoint)
+    checked = _read(config)
 
-    def train(ranks: Ranks) -> RunResult:
-        check_objective(config.objective, config.batch.without_variance)  # before anything is loaded
-        resolved = resolve_settings(config, progress.log)
+    def train(ranks: Ranks, progress: ProgressCallback) -> RunResult:
+        check_objective(checked.objective, checked.batch.without_variance)  # before anything is loaded
+        resolved = resolve_settings(checked, progress.log)
         planned, sources = plan_sources(resolved, paths, start, unused=unused, rewards=rewards, log=progress.log)
         with claim(planned.directory):
             return Orchestrator(planned, progress, OfflineRollouts(sources, start), ranks=ranks).run()
 
-    return run_on_all_ranks(config, train)
+    is_first = join_ranks(checked.model.device).is_first
+    with _progress(callback, watching(checked, is_first=is_first)) as progress:
+        return run_on_all_ranks(checked, functools.partial(train, progress=progress))
 
 
 def rescore(
@@ -256,8 +297,9 @@ def rescore(
         reward = "function"
     elif reward is not None and reward not in VERIFIERS:
         raise TaskError(f"reward={reward!r} is not a verifier: pass a function, or {', '.join(VERIFIERS)}")
-    keywords = {"options": options, "answers": answers, "weights": weights, "name": name, "callback": callback}
-    return score_again(run, reward, **keywords)
+    keywords = {"options": options, "answers": answers, "weights": weights, "name": name}
+    with _progress(callback, watching()) as progress:
+        return score_again(run, reward, **keywords, callback=progress)
 
 
 @_accepts_watcher
@@ -294,8 +336,12 @@ def evaluate(
         name, file, options = files.to_evaluate(model, tokenizer, dataset, reward, file, options, keywords)
         sampling = {"temperature": temperature, "top_p": top_p, "samples": samples, "max_new_tokens": max_new_tokens}
         asked = {"task": task, "file": file, "options": options, "prompts": prompts, "exclude_ids": exclude_ids}
-        with contextlib.closing(plan_evaluation(name, **asked, sampling=sampling)) as plan:
-            (result,) = evaluate_planned(plan, callback or NullCallback())
+        for what, number in {"prompts": prompts, "samples": samples, "max_new_tokens": max_new_tokens}.items():
+            if number is not None and number < 1:
+                raise ConfigError(f"{what}={number}: expected at least 1")
+        plan = plan_evaluation(name, **asked, sampling=sampling)
+        with contextlib.closing(plan), _progress(callback, watching()) as progress:
+            (result,) = evaluate_planned(plan, progress)
         return result
 
 
@@ -311,5 +357,8 @@ def evaluate_suites(
     A suite is a table of settings as in `[[evaluation.suite]]`, or the name of one of the run's own. Without `suites`,
     all of the run's own are evaluated. Nothing is written.
     """
-    with contextlib.closing(plan_suites(model, suites, exclude_ids)) as plan:
-        return {result.suite: result for result in evaluate_planned(plan, callback or NullCallback())}
+    with (
+        contextlib.closing(plan_suites(model, suites, exclude_ids)) as plan,
+        _progress(callback, watching()) as progress,
+    ):
+        return {result.suite: result for result in evaluate_planned(plan, progress)}

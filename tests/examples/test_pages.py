@@ -263,7 +263,9 @@ def test_forks(tmp_path: Path) -> None:
     assert run_commands("docs/fork.md") == 5
     run_blocks("docs/fork.md", 1, space=space)
     assert space["result"].updates == 4
-    assert [path.name for path in sorted((tmp_path / "runs").iterdir())] == ["first", "longer", "lower", "warm"]
+    run_blocks("docs/fork.md", 2, space=space)
+    names = ["after", "before", "first", "longer", "lower", "warm"]
+    assert [path.name for path in sorted((tmp_path / "runs").iterdir())] == names
 
 
 @pytest.mark.nightly

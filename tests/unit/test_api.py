@@ -17,7 +17,7 @@ import pytest
 import stalewise
 from stalewise.api import evaluate, generate, run
 from stalewise.config import RunConfig, make_config
-from stalewise.errors import ModelError, StoreError, TaskError
+from stalewise.errors import ConfigError, ModelError, StoreError, TaskError
 from stalewise.models import EMBEDDED
 from stalewise.store import (
     batch_directories,
@@ -26,7 +26,7 @@ from stalewise.store.atomic import sha256_file
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.store.json_lines import read_jsonl
 from stalewise.types import NullCallback
-from tiny import tiny_record
+from tiny import tiny_record, write_config
 
 
 def weights(config: RunConfig, version: int) -> str:
@@ -106,6 +106,49 @@ PUBLIC = ["RunConfig", "RunResult", "evaluate", "evaluate_suites", "fork", "gene
 PUBLIC += ["make_config", "objective", "report", "rescore", "run", "train"]
 
 
+def test_verbs_take_paths_and_show_their_progress(
+    tiny_run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tiny_record(tmp_path, schedule={"updates": 1, "stages": 1}, evaluation={"prompts": 2, "samples": 1})
+    path = write_config(tmp_path / "first.toml", record)
+    result = run(str(path))
+    assert "generate: 16/16 rollouts" in capsys.readouterr().err
+    assert run(result.directory).accuracy == result.accuracy
+    assert "1 of 1 updates are made" in capsys.readouterr().err
+    run(path, NullCallback())
+    learned = stalewise.learn(make_config({**record, "name": "learned"}), rollouts=str(result.directory))
+    assert learned.updates == 1
+    assert "learn: 1/1 updates" in capsys.readouterr().err
+    assert stalewise.report(str(learned.directory), str(tmp_path / "page.html")) == tmp_path / "page.html"
+    evaluate(str(result.directory))
+    assert "evaluate: 2/2 responses" in capsys.readouterr().err
+    stalewise.rescore(result.directory)
+    assert "rescore: 16/16" in capsys.readouterr().err
+
+
+def test_mistakes_in_a_call_are_one_message(tiny_run: RunConfig, tmp_path: Path) -> None:
+    given: Any = {"name": "a"}
+    with pytest.raises(
+        ConfigError, match=r"config has type dict: expected .*; stalewise.make_config makes one of a dict"
+    ):
+        run(given)
+    with pytest.raises(ConfigError, match=r"first.toml does not exist"):
+        run("first.toml")
+    no_callback: Any = print
+    with pytest.raises(
+        ConfigError, match=r"callback=<built-in function print> has no method begin: .*ProgressCallback"
+    ):
+        stalewise.train("embedded:arithmetic", task="arithmetic", runs=str(tmp_path), callback=no_callback)
+    with pytest.raises(ConfigError, match="samples=0: expected at least 1"):
+        evaluate(tiny_run.directory, samples=0)
+    rows = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(10, 40)]
+    with pytest.raises(StoreError, match="cannot write /proc/foo/"):
+        stalewise.train("embedded:arithmetic", rows, "exact", runs="/proc/foo")
+    newest = checkpoint_directory(tiny_run.directory, 4)
+    with pytest.raises(ModelError, match=f"is a run directory, not a model: pass its newest checkpoint, {newest}$"):
+        stalewise.train(str(tiny_run.directory), rows, "exact", runs=str(tmp_path))
+
+
 def test_the_package_shows_its_public_interface_and_nothing_else() -> None:
     assert dir(stalewise) == [*PUBLIC[:2], "__version__", *PUBLIC[2:]]
     values = [getattr(stalewise, name) for name in PUBLIC]
@@ -117,7 +160,7 @@ def test_the_package_shows_its_public_interface_and_nothing_else() -> None:
 
 def test_help_shows_the_parameters_of_a_verb() -> None:
     shown = pydoc.plain(pydoc.render_doc(stalewise.run))
-    assert "run(config: 'RunConfig', callback: 'ProgressCallback | None' = None, *, say_plan" in shown
+    assert "run(config: 'RunConfig | str | Path', callback: 'ProgressCallback | None' = None, *, say_plan" in shown
     assert "Train as the config says" in shown
     assert list(inspect.signature(stalewise.learn).parameters) == [
         "config",

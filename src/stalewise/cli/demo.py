@@ -66,7 +66,7 @@ def run_demo(runs: Path, callback: ProgressCallback | None = None) -> dict[str, 
 
 def warm_up() -> Evaluation:
     """Evaluate the base policy. Otherwise the first run would include imports and first calls, and look slower."""
-    return evaluate("arithmetic", task="arithmetic", prompts=256, samples=4)
+    return evaluate("arithmetic", task="arithmetic", prompts=256, samples=4, callback=NullCallback())
 
 
 def summary_of(result: RunResult) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def fork(
     as_json: AsJson = False,
 ) -> None:
     """Make a new run that starts from a checkpoint of another run, with its optimizer and its usable rollouts."""
-    from stalewise.config.run_directory import read_fork
+    from stalewise.config.run_directory import is_of_program, read_fork
     from stalewise.orchestrator.fork import fork
 
     changes = overrides(settings)
@@ -118,7 +118,10 @@ def fork(
     if as_json:
         return print_json({"directory": str(config.directory), **read_fork(config.directory)})
     typer.echo(str(config.directory))
-    typer.echo(f"next: stalewise train {config.directory}", err=True)
+    following = f"stalewise train {config.directory}"
+    if is_of_program(config.model_dump(mode="json")):
+        following = f'stalewise.train(…, name="{config.name}") in the program that has the objects of {run}'
+    typer.echo(f"next: {following}", err=True)
 
 
 @app.command()

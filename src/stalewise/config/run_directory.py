@@ -29,7 +29,13 @@ from stalewise.errors import StalewiseError, StoreError
 from stalewise.staleness.schedule import ForkedSchedule, PastBatch, Schedule
 from stalewise.store.atomic import check_format, read_json
 from stalewise.store.checkpoints import checkpoint_directory, versions
-from stalewise.store.manifest import batch_directories, committed_shards, is_committed, read_batch_manifest
+from stalewise.store.manifest import (
+    batch_directories,
+    committed_shards,
+    is_committed,
+    parse_batch_name,
+    read_batch_manifest,
+)
 from stalewise.store.records import EVALUATION, JOURNAL, SUITE, read_records
 
 RESOLVED = "config.resolved.json"
@@ -37,9 +43,10 @@ RESOLVED = "config.resolved.json"
 EXPORT_FORMAT = "stalewise.export/1"
 EXPORT_RECORD = "stalewise.json"
 EXPORT_CONFIG = "training_config.toml"
+REWARD_FUNCTION = "task.options.verifier_options.function"
 # Settings that refer to objects of a program, and how messages name them.
 _OF_PROGRAMS = {
-    "task.options.verifier_options.function": "reward function (the run's own is in python/reward.py)",
+    REWARD_FUNCTION: "reward function (the run's own is in python/reward.py)",
     "task.options.path": "data set (the run's own is in data/)",
     "task.options.evaluation_path": "evaluation data set (the run's own is in data/)",
     "task.options.task": "task (the run's own is in python/task.py)",
@@ -199,10 +206,25 @@ def check_identity(config: RunConfig) -> None:
         return
     differences = _describe_changes(changes)
     if changed := _changed_in_program(differences):
-        raise StoreError(f"{config.directory} was begun with {changed}: {_WAY_ON}")
+        if "model.path" not in changes and _is_unused_fork(config.directory):
+            return
+        advice = _fork_in_program(config.directory, config.schedule.updates, changes)
+        raise StoreError(
+            f"{config.directory} was begun with {changed}: {_WAY_ON}{advice and f'; the changed program {advice}'}"
+        )
     forked = _fork_advice(config.directory, config.schedule.updates, changes)
+    if forked and is_of_program(recorded):
+        forked = f"{forked.removesuffix('; or ')}, by the same call with its name; or "
     advice = f"{forked}choose another name, or delete the directory to start anew"
     raise StoreError(f"{config.directory} belongs to another config ({'; '.join(differences[:3])}): {advice}")
+
+
+def is_of_program(record: Mapping[str, Any]) -> bool:
+    """Whether a run's config names objects that only a program has: `stalewise train` cannot continue it."""
+    task, objective = record.get("task", {}), record.get("objective", {})
+    options = task.get("options") or {}
+    named = ((options.get("verifier_options") or {}).get("function"), options.get("task"), objective.get("name"))
+    return any("@" in str(name) and ":" not in str(name) for name in named)
 
 
 def may_still_change(directory: Path, keys: Iterable[str]) -> bool:
@@ -211,6 +233,41 @@ def may_still_change(directory: Path, keys: Iterable[str]) -> bool:
         return not list(keys)
     generated = any(map(committed_shards, batch_directories(directory / "rollouts")))
     return not generated or all(key.startswith(OF_TRAINING) for key in keys)
+
+
+def _is_unused_fork(directory: Path) -> bool:
+    """Whether this is a fork without an update or rollouts of its own: it takes new objects of a program."""
+    forked = read_fork(directory)
+    if not forked or versions(directory)[-1:] != [forked["version"]]:
+        return False
+    present = filter(committed_shards, batch_directories(directory / "rollouts"))
+    made = (batch.name for batch in present if parse_batch_name(batch).version >= forked["version"])
+    return {*made} <= {*forked["rollouts"]}
+
+
+def _fork_in_program(directory: Path, updates: int, changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """Where and how a run goes on with a program's new objects; empty if a fork cannot take them."""
+    existing = versions(directory)
+    newest = [version for version in existing if version < updates][-1:]
+    if (
+        not newest
+        or (directory / "sources.json").is_file()
+        or any(key.startswith(OF_THE_CHECKPOINT) for key in changes)
+    ):
+        return ""
+    is_last = newest == existing[-1:]
+    call = f'stalewise.fork("{directory}"{"" if is_last else f", at={newest[0]}"}, name="{directory.name}-2")'
+    start = "the last checkpoint" if is_last else f"version {newest[0]}"
+    return f"goes on from {start}: {call}, then the same call with that name"
+
+
+def repair_advice(directory: Path, updates: int, function: str) -> str:
+    """How the responses that a failing reward function could not score are sampled again."""
+    if "@" not in function:
+        return "the same command samples them again"
+    may_change = may_still_change(directory, [REWARD_FUNCTION]) or _is_unused_fork(directory)
+    forked = "" if may_change else _fork_in_program(directory, updates, {})
+    return f"a repaired function {forked}" if forked else "the same call samples them again"
 
 
 def _fork_advice(directory: Path, updates: int, changes: Mapping[str, tuple[Any, Any]]) -> str:

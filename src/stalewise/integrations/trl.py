@@ -41,6 +41,18 @@ PREFIX = "stalewise/"  # before the names of docs/metrics.md: TRL has an `entrop
 UNREAD = ("beta", "delta", "entropy_coef", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type")
 UNREAD += ("multi_objective_aggregation", "off_policy_mask_threshold", "scale_rewards", "top_entropy_quantile")
 UNREAD += ("use_adaptive_entropy",)
+# What to do instead, for some of them.
+INSTEAD: Mapping[str, str] = {
+    "beta": "a KL to a reference is not available here, but in stalewise.train(kl=…)",
+    "scale_rewards": "the objective says how advantages are scaled, as 'dr_grpo' does without the standard deviation",
+    "loss_type": "name the loss in objective=…",
+    "importance_sampling_level": "objective='gspo' has one ratio for each response",
+    **dict.fromkeys(("epsilon", "epsilon_high", "delta"), "set bounds in objective_params"),
+    **dict.fromkeys(
+        ("entropy_coef", "use_adaptive_entropy"),
+        "an entropy bonus is not available here, but in stalewise.train(entropy_bonus=…)",
+    ),
+}
 # Settings of `generate` for which a forward pass gives the sampling distribution.
 UNTRUNCATED: Mapping[str, tuple[Any, ...]] = {
     "do_sample": (True,),
@@ -110,11 +122,14 @@ class StaleGRPOTrainer(GRPOTrainer):
             raise ConfigError(f"objective is {objective!r:.60}: name one, as 'mu_grpo'; docs/objectives.md lists them")
         if store is not None:
             check_directory(store)
-        self.objective = objectives.get_objective(objective)
-        self.objective_settings = self.objective.settings(objective_params)
+        try:
+            self.objective = objectives.get_objective(objective)
+            self.objective_settings = self.objective.settings(objective_params)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         super().__init__(*arguments, **more)
         self._check_settings(store)
-        self._writer = None
+        self._writer, self._has_written = None, False
         if store is not None:
             sampler, stops = self._sampler_settings(), set(self.eos_token_ids)
             size, seed = self.num_generations, self.args.seed
@@ -130,7 +145,8 @@ class StaleGRPOTrainer(GRPOTrainer):
             value, default = getattr(self.args, name), GRPOConfig.__dataclass_fields__[name].default
             if value != default:
                 unused = f"GRPOConfig.{name} is {value!r}, but objective {self.objective.name} does not use it"
-                raise ConfigError(f"{unused}: leave it at {default!r}, and set bounds in objective_params")
+                instead = f"; {INSTEAD[name]}" if name in INSTEAD else ""
+                raise ConfigError(f"{unused}: leave it at {default!r}{instead}")
         if self.aux_loss_enabled:
             raise ConfigError("the router's auxiliary loss is not part of the objective: set router_aux_loss_coef=0.0")
         passes, steps = self.args.gradient_accumulation_steps, self.args.steps_per_generation
@@ -202,6 +218,9 @@ class StaleGRPOTrainer(GRPOTrainer):
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if self._writer is not None and self.model.training and not self._has_written:
+            self._writer.check_new(self.state.global_step)
+            self._has_written = True
         start = time.perf_counter()
         output = super()._generate_and_score_completions(inputs)
         if self.model.training:

@@ -99,6 +99,14 @@ class RolloutWriter:
             )
         return drafts
 
+    def check_new(self, updates: int) -> None:
+        """Refuse a directory with batches of another training; one that resumes has made `updates` already."""
+        if not updates and store.batch_directories(self.directory / "rollouts"):
+            raise StoreError(
+                f"store={self.directory} holds batches of another training: name another directory, or resume that "
+                "training with trainer.train(resume_from_checkpoint=True)"
+            )
+
     def _next(self) -> tuple[int, int]:
         """The number of the next generation batch, and its first rollout id, a multiple of the group size."""
         present = store.batch_directories(self.directory / "rollouts")

@@ -66,6 +66,8 @@ def resolve_model(path: str, task: str = "") -> str:
         return str(gguf_directory(Path(path).expanduser()))
     directory = Path(path).expanduser()
     if directory.is_dir():
+        if (directory / "config.resolved.json").is_file():
+            raise ModelError(f"{directory} is a run directory, not a model: {_policy_of(directory)}")
         if not (directory / "config.json").is_file():
             raise ModelError(f"{directory} has no config.json: it is no Hugging Face model directory, or incomplete")
         return str(directory)
@@ -74,6 +76,14 @@ def resolve_model(path: str, task: str = "") -> str:
         raise ModelError(f"{path} is not a directory; embedded policies: {known.removeprefix('known: ')}")
     _check_hub(path)
     return path  # owner/name on a hub
+
+
+def _policy_of(run: Path) -> str:
+    """Advice on what to pass instead of a run directory."""
+    newest = sorted((run / "checkpoints").glob("v[0-9]*"))[-1:]
+    if newest and not (newest[0] / "config.json").is_file():
+        return f"its checkpoints hold adapters; `stalewise export {run}` makes a model of the newest"
+    return f"pass its newest checkpoint, {newest[0]}" if newest else "it has no checkpoint yet"
 
 
 def _check_hub(name: str) -> None:

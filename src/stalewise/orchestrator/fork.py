@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -69,20 +70,20 @@ OF_KINDS = ("stages", "updates_per_generation", "lag", "generator_device", "end"
 
 
 def fork(
-    run: Path,
+    run: str | Path,
     *,
     at: int | None = None,
     settings: Mapping[str, Any] | None = None,
     unset: Sequence[str] = (),
     name: str | None = None,
-    log: Callable[[str], object] = lambda text: None,
+    log: Callable[[str], object] | None = None,
 ) -> RunConfig:
     """Make a run that begins at version `at` of another one (default: its newest), and return its config.
 
     `settings` are changes by dotted names; `unset` names settings that get their default. The new directory appears as
-    a whole or not at all.
+    a whole or not at all. `log` gets messages; by default they go to stderr.
     """
-    run = Path(run)
+    run, log = Path(run), log or _print
     recorded = read_config(run)
     if (run / "sources.json").is_file():
         raise StoreError(
@@ -107,6 +108,10 @@ def fork(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return config
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _changed_config(

@@ -18,7 +18,13 @@ from typing import Any
 import torch
 
 from stalewise.config import RunConfig, write_resolved
-from stalewise.config.run_directory import RunResult, check_identity, environment, read_result
+from stalewise.config.run_directory import (
+    RunResult,
+    check_identity,
+    environment,
+    read_result,
+    repair_advice,
+)
 from stalewise.config.sections import SuiteSection
 from stalewise.distributed import ALONE, Ranks
 from stalewise.errors import ModelError
@@ -351,7 +357,10 @@ class Orchestrator:
         if what in ("generate", "evaluate"):
             release_trainer_memory(self.trainer, self.run_log, offload=self.offloads)
         self.tokens = 0
-        self.scores = ScoreCheck(self.config.task.max_unscored, self.callback.log)
+        task = self.config.task
+        function = str((task.options.get("verifier_options") or {}).get("function", ""))
+        advice = partial(repair_advice, self.directory, self.config.schedule.updates, function)
+        self.scores = ScoreCheck(task.max_unscored, self.callback.log, advice)
         self.callback.begin(what, total)
 
     def _count_tokens(self, count: int) -> None:

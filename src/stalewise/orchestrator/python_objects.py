@@ -242,7 +242,8 @@ class RunFiles:
         for name, text in self._texts.items():
             path = self.directory / name
             if not path.is_file() or name.startswith("python/"):
-                atomic.make_directory(path.parent)
+                with atomic.explain_write_errors(path, len(text)):
+                    atomic.make_directory(path.parent)
                 atomic.write_atomic(path, text)
         if self._model is not None and not self._model[0].is_dir():
             save_loaded(*self._model)

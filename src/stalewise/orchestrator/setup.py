@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from stalewise import store
 from stalewise.config import RunConfig, make_config
 from stalewise.config.run import held_out_warning, stages_warning
 from stalewise.config.run_directory import (
@@ -18,10 +19,12 @@ from stalewise.config.run_directory import (
     LIMITS_FORMAT,
     OF_TRAINING,
     RESOLVED,
+    REWARD_FUNCTION,
     all_changes,
     changed_settings,
     is_started,
     read_config,
+    read_fork,
 )
 from stalewise.config.sections import ModelSection, SamplerSection, ScheduleSection
 from stalewise.errors import CalibrationError, ConfigError, StoreError
@@ -155,8 +158,8 @@ def resolve_settings(config: RunConfig, log: Callable[[str], object] = lambda te
 def adopt_changes(record: dict[str, Any], run_log: RunLog, log: Callable[[str], object]) -> bool:
     """Log the settings that a config changes in a run that has begun, and drop records that no longer apply.
 
-    Records are dropped only where nothing was trained yet. Returns whether any were. `check_identity` has refused
-    changes that a run cannot take.
+    Records are dropped only where nothing was trained yet, or nothing since a fork. Returns whether any were.
+    `check_identity` has refused changes that a run cannot take.
     """
     directory = run_log.directory
     if not (directory / RESOLVED).is_file() or not is_started(directory):
@@ -172,9 +175,14 @@ def adopt_changes(record: dict[str, Any], run_log: RunLog, log: Callable[[str], 
     log(f"changed in place: {'; '.join(shown[:3])}{f'; {len(shown) - 3} more' if len(shown) > 3 else ''}")
     if not identity:
         return False
-    (directory / LIMITS_FILE).unlink(missing_ok=True)
+    # With rollouts, training may still change before the first update, and a fork takes objects of a program.
+    is_begun = any(newest) or any(map(store.committed_shards, store.batch_directories(directory / "rollouts")))
+    if kept := read_fork(directory).get("rollouts") if is_begun and REWARD_FUNCTION in identity else ():
+        log(f"{', '.join(kept)} came with the fork: their rollouts keep the rewards of the function before")
+    if not is_begun or any(key.startswith(OF_TRAINING) for key in identity):
+        (directory / LIMITS_FILE).unlink(missing_ok=True)
     of_rollouts = [key for key in identity if not key.startswith(OF_TRAINING)]
-    if of_rollouts:  # then no batch was generated either
+    if of_rollouts and not is_begun:  # then no batch was generated either
         truncate_jsonl(run_log.stages_path, lambda line: False)
     if any(not key.startswith(("schedule.", "batch.")) for key in of_rollouts):
         run_log.forget_evaluations()

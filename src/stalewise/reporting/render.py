@@ -55,13 +55,14 @@ MOST_FLIPS = 12  # flips of each kind that are shown without unfolding
 MOST_VERSIONS = 8  # columns of the table of flips
 
 
-def write_report(directories: Sequence[Path], output: Path | None = None) -> Path:
+def write_report(directories: str | Path | Sequence[str | Path], output: str | Path | None = None) -> Path:
     """Write the report on one run or on several and return its path.
 
     The default is `<run>/report/index.html` for one run and `<first run>/report/comparison.html` for several. An
     `output` that is a directory gets an `index.html`.
     """
-    return write_page(read_runs(directories), output)
+    paths = [directories] if isinstance(directories, str | Path) else directories
+    return write_page(read_runs([Path(path) for path in paths]), None if output is None else Path(output))
 
 
 def write_page(runs: Sequence[Run], output: Path | None) -> Path:

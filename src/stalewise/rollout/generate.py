@@ -137,9 +137,14 @@ class DeferredShards(ShardSource, Generic[Source]):
 class ScoreCheck:
     """Counts the responses of a batch that could not be scored, logs the first traceback, and stops above a limit."""
 
-    def __init__(self, limit: float = 1.0, log: Callable[[str], object] = lambda text: None) -> None:
+    def __init__(
+        self,
+        limit: float = 1.0,
+        log: Callable[[str], object] = lambda text: None,
+        advice: Callable[[], str] = lambda: "the same command samples them again",
+    ) -> None:
         self.counts = ErrorCounts()
-        self._limit, self._log = limit, log
+        self._limit, self._log, self._advice = limit, log, advice
 
     def add(self, counts: ErrorCounts, most: int = ENOUGH_RESPONSES) -> None:
         """Count the responses of a shard before it is committed; TaskError above the limit.
@@ -151,7 +156,7 @@ class ScoreCheck:
         if is_first and counts.failed:
             self._log("\n".join(filter(None, (str(counts), counts.traceback))))
         if self.counts.total >= min(most, ENOUGH_RESPONSES) and (problem := self.counts.over(self._limit)):
-            raise TaskError(f"{problem}; these responses are not kept, and the same command samples them again")
+            raise TaskError(f"{problem}; these responses are not kept, and {self._advice()}")
 
     @property
     def note(self) -> str:

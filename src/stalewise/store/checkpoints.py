@@ -148,6 +148,8 @@ def pick_version(run: str | Path, version: int | None, purpose: str) -> int:
     existing = versions(run)
     if not existing:
         raise StoreError(f"{run} has no checkpoint yet: there is nothing to {purpose}")
+    if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
+        raise StoreError(f"version {version!r} is not a whole number; {run} has {', '.join(map(str, existing))}")
     if version is not None and version not in existing:
         raise StoreError(f"{run} has no checkpoint of version {version}; it has {', '.join(map(str, existing))}")
     return existing[-1] if version is None else version

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from policies import POLICY, sampling_logp
-from stalewise.errors import ConfigError
+from stalewise.errors import ConfigError, StoreError
 from stalewise.integrations.trl_store import StoredRollouts
 from stalewise.models.loading import load_model, load_tokenizer
 from stalewise.store import batch_directories, open_batch
@@ -23,12 +23,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:You are using 'rollout_func':Use
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two generation batches of one update each, at another temperature, by two trainers one after the other."""
+    """Two generation batches of one update each, at another temperature, by two trainers; the second one resumes."""
     directory = tmp_path_factory.mktemp("written")
-    for _ in range(2):
-        trainer = make_trainer(directory, objective="grpo", store=directory / "kept", temperature=1.5)
-        trainer.train()
+    common = {"objective": "grpo", "store": directory / "kept", "temperature": 1.5, "save_strategy": "steps"}
+    make_trainer(directory, **common, save_steps=1).train()
+    make_trainer(directory, **common, save_steps=1, max_steps=2).train(resume_from_checkpoint=True)
     return directory / "kept"
+
+
+def test_a_new_training_does_not_append_to_the_batches_of_another(written: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, store=written)
+    with pytest.raises(StoreError, match="holds batches of another training: name another directory, or resume"):
+        trainer.train()
+    assert len(batch_directories(written / "rollouts")) == 2
 
 
 def test_the_store_holds_what_was_sampled(written: Path) -> None:

@@ -239,6 +239,9 @@ def test_bad_input_is_one_message_and_makes_nothing(first: Path, tmp_path: Path)
     assert "nothing is left to train; --set schedule.updates=8" in refused("fork", first)
     assert "exists" in refused("fork", first, "--at", 1, "--name", "first")
     assert sorted(path.name for path in first.parent.iterdir()) == before
+    text: Any = "2"
+    with pytest.raises(StoreError, match=r"version '2' is not a whole number; .* has 0, 1, 2, 3, 4"):
+        stalewise.fork(first, at=text)
     with pytest.raises(ConfigError, match="bfloat16-only"):
         stalewise.fork(first, at=1, settings={"model.precision": "bfloat16-only"})
 

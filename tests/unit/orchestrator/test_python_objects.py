@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -256,7 +257,9 @@ def test_an_interrupted_run_resumes_to_the_same_bits_and_refuses_other_objects(
     assert "was begun with another reward function (the run's own is in python/reward.py): restore it" in message
     assert "choose another name=… for a new run" in message
     assert "another data set (the run's own is in data/)" in refused(dataset=ROWS[:-1])
-    assert "optimizer.learning_rate was 0.0003 and is 0.1" in refused(optimizer={"learning_rate": 0.1})
+    message = refused(optimizer={"learning_rate": 0.1})
+    assert "optimizer.learning_rate was 0.0003 and is 0.1" in message
+    assert "continues from version 1 as a new run, by the same call with its name; or choose another name" in message
     moved = tmp_path / "elsewhere"
     result.directory.rename(moved / "own") if moved.mkdir() is None else None
     settings = {**SMALL, "runs": str(moved), "name": "own"}
@@ -433,6 +436,65 @@ def test_a_reward_that_mostly_fails_stops_the_run_at_once_and_is_repaired_under_
     repaired = stalewise.train("embedded:arithmetic", ROWS, exact, **settings)
     assert (repaired.updates, repaired.unscored) == (2, 0.0)
     assert "equal" in (tmp_path / "own/python/reward.py").read_text()
+
+
+def test_a_reward_that_fails_after_the_first_stage_is_repaired_in_a_fork(tmp_path: Path) -> None:
+    settings: Any = {**SMALL, "runs": str(tmp_path), "evaluation": {"prompts": 6, "samples": 2}}
+    calls: list[str] = []
+
+    def broken(response: str, answer: str) -> float:
+        calls.append(response)
+        return exact(response, answer) if len(calls) <= 12 + 16 else 1 / 0
+
+    call_of_fork = f'stalewise.fork("{tmp_path}/own", name="own-2"), then the same call'
+    fork = f"goes on from the last checkpoint: {call_of_fork}"
+    with pytest.raises(
+        TaskError, match=re.escape(f"these responses are not kept, and a repaired function {fork} with that name")
+    ):
+        stalewise.train("embedded:arithmetic", ROWS, broken, name="own", **settings)
+    with pytest.raises(StoreError, match=re.escape(f"for a new run; the changed program {fork} with that name")):
+        stalewise.train("embedded:arithmetic", ROWS, exact, name="own", **settings)
+    said = call("fork", tmp_path / "own", "--name", "own-2").stderr
+    assert said == f'next: stalewise.train(…, name="own-2") in the program that has the objects of {tmp_path}/own\n'
+    directory = tmp_path / "own-2"
+    with pytest.raises(StoreError, match=r"optimizer\.learning_rate was .* and is 0\.1"):  # no object of a program
+        stalewise.train(
+            "embedded:arithmetic", ROWS, exact, name="own-2", **{**settings, "optimizer": {"learning_rate": 0.1}}
+        )
+    repaired = stalewise.train("embedded:arithmetic", ROWS[:-1], exact, name="own-2", **settings)
+    assert (repaired.updates, repaired.directory, repaired.unscored) == (2, directory, 0.0)
+    assert [record["version"] for record in repaired.evaluations] == [1, 2]  # version 0 was scored by the other
+    assert "equal" in (directory / "python/reward.py").read_text()
+    assert "broken" in (tmp_path / "own/python/reward.py").read_text()
+    (line,) = [line for line in read_jsonl(directory / "journal.jsonl") if line["event"] == "config"]
+    assert "task.options.verifier_options.function" in line["changes"]
+    assert call("verify", directory).exit_code == 0
+    with pytest.raises(StoreError, match="was begun with another reward function"):  # it has made an update of its own
+        stalewise.train("embedded:arithmetic", ROWS[:-1], lambda response: 0.0, name="own-2", **settings)
+
+
+def test_rollouts_that_come_with_a_fork_keep_the_rewards_of_the_function_before(tmp_path: Path) -> None:
+    class Stop(Recorder):
+        def metrics(self, update: int, record: dict[str, Any]) -> None:
+            raise KeyboardInterrupt
+
+    settings: Any = {
+        **SMALL,
+        "runs": str(tmp_path),
+        "schedule": {"updates": 2, "stages": 1},
+        "checkpoints": {"every": 1},
+    }
+    with pytest.raises(KeyboardInterrupt):
+        stalewise.train("embedded:arithmetic", ROWS, exact, name="own", **{**settings, "callback": Stop()})
+    stalewise.train("embedded:arithmetic", ROWS, exact, name="own", **settings)
+    stalewise.fork(tmp_path / "own", at=1, name="other")
+    zero = lambda response: 0.0  # noqa: E731
+    result = stalewise.train(
+        "embedded:arithmetic", ROWS, zero, name="other", **{**settings, "callback": (r := Recorder())}
+    )
+    assert result.accuracy == 0.0
+    assert "g000000-v000000 came with the fork: their rollouts keep the rewards of the function before" in r.said
+    assert weights(tmp_path / "other", 2) == weights(tmp_path / "own", 2)
 
 
 def test_an_evaluation_counts_the_prompts_that_are_held_out(tmp_path: Path) -> None:
