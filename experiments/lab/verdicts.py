@@ -360,9 +360,7 @@ def the_law_of_few_runs(results: Results) -> Finding:
 
 
 def pass_at_k_estimates(results: Results) -> Finding:
-    """Estimates with intervals and no verdict: with so few seeds a fall of pass@64 by 0.02 could not be excluded
-    (`python -m experiments.lab.power`).
-    """
+    """Estimates with intervals and no verdict: with so few seeds a fall of pass@64 by 0.02 could not be excluded."""
     finding = pass_at_k(results)
     return Finding(None, None, finding.ours, finding.lines)
 
