@@ -165,15 +165,22 @@ def next_jobs(experiments: Sequence[Experiment], setting: str, kept: Kept) -> li
 
 # ---------------------------------------------------------------- what it costs
 
-# Core-seconds on a 3 GHz x86 core, from process times of single runs on an ARM core divided by 2.5. `jsonl`, a real
-# model's task: seconds of an H200 with GSM8K and 0.5B, 280 tokens a response, from rates of benchmarks/gsm8k.py.
+# Core-seconds on a 3 GHz x86 core, from process times of single runs on an ARM core divided by 2.5. Tasks of real
+# models: seconds of an H200, `jsonl` with GSM8K and 0.5B, 280 tokens a response, from rates of benchmarks/gsm8k.py;
+# `arithmetic-chat` with SmolLM2-135M and 35 tokens.
 UPDATE_S = {
     "arithmetic": 0.028 / 64,
     "arithmetic-steps": 0.11 / 32,
     "jsonl": 0.006,
+    "arithmetic-chat": 0.0003,
 }  # a rollout's generation and its share of an update
 REFRESH_S = 0.065  # a generation batch: checkpoint, loading, shards
-SAMPLE_S = {"arithmetic": 0.00016, "arithmetic-steps": 0.0013, "jsonl": 0.003}  # an evaluated response
+SAMPLE_S = {  # an evaluated response
+    "arithmetic": 0.00016,
+    "arithmetic-steps": 0.0013,
+    "jsonl": 0.003,
+    "arithmetic-chat": 0.0001,
+}
 
 
 def cost(job: Job) -> float:

@@ -40,7 +40,7 @@ from stalewise.tasks import make_task
 from stalewise.trainer.trainer import NonFiniteUpdate
 from stalewise.types import NullCallback
 
-OF_REAL_MODELS = "jsonl"  # the task of their runs
+OF_REAL_MODELS = "jsonl", "arithmetic-chat"  # the tasks of their runs
 CHECKED: set[tuple[str, str]] = set()  # real models and weights that a run of this process was begun with
 SAMPLERS_SHARE = 0.5  # of a worker's part of the GPU: its slots fill half of that, and the rest is for learning
 
@@ -89,7 +89,7 @@ def _run(config: RunConfig, out: Path, workers: int, *, raw_logprobs: bool) -> N
     """Train. Pipelined schedules generate in this process, too, between updates: ages are the same, and a second
     process would take another core.
     """
-    resolved, alone = resolve_settings(config, NullCallback().log), config.task.name == OF_REAL_MODELS
+    resolved, alone = resolve_settings(config, NullCallback().log), config.task.name in OF_REAL_MODELS
     policy, first = (resolved.model.path, resolved.sampler.weights), first_path(resolved, out)
     if alone:
         begin_again(resolved)

@@ -444,7 +444,7 @@ def test_runs_of_real_models_write_policies_alone_and_begin_again(
         everything, policies = map(make_config, records)
         expected = run_job._train(everything, {}, tmp_path)
         with monkeypatch.context() as there:
-            there.setattr(run_job, "OF_REAL_MODELS", policies.task.name)
+            there.setattr(run_job, "OF_REAL_MODELS", (policies.task.name,))
             cut_off_at(4, policies, tmp_path)
             found = run_job._train(policies, {}, tmp_path)  # what was left is removed
             assert {**found, "seconds": 0} == {**expected, "seconds": 0}
