@@ -17,11 +17,19 @@ from experiments.lab.definition import SETTINGS, Experiment, load_experiments
 from experiments.lab.pages import describe_runs, found, import_results, render, results_table, write_files
 from experiments.lab.plan import describe_plan
 from experiments.lab.results import read_results, results_name
-from experiments.lab.runner import LabResult, default_experiments, kept_results, run_experiments, take_kept
+from experiments.lab.runner import (
+    LabResult,
+    default_experiments,
+    kept_results,
+    run_experiments,
+    take_kept,
+    take_results,
+)
 from experiments.lab.verdicts import rules
 
 from stalewise.errors import ConfigError, StalewiseError
 
+RESULTS = "*/results-*.json"  # of experiments, in the directory of all
 FAILED, UNFINISHED = 1, 3  # exit status: of jobs that failed; of jobs that are left when the time is out
 
 
@@ -44,7 +52,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     option("--render-only", action="store_true", help="run nothing; render from kept results")
     option("--no-render", action="store_true", help="write results to --out only; leave experiments/ and docs/ alone")
     option("--from", dest="source", type=Path, help="with --render-only: first import results from this directory")
-    option("--kept", type=Path, help="directory with results of jobs that are done, which are not run again")
+    option(
+        "--kept",
+        type=Path,
+        help="directory with results of jobs, or of experiments (experiments/): what is done there is not run again",
+    )
     option("--replace", action="store_true", help="let results of fewer jobs replace the kept ones")
     option("--keep-runs", action="store_true", help="keep the weights and rollouts of every run")
     option("--experiments", type=Path, help="directory of the experiments' definitions")
@@ -52,8 +64,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(words)
     if arguments.source is not None and not arguments.render_only:
         raise ConfigError("--from needs --render-only: it imports results made elsewhere")
-    if arguments.kept is not None and not any(arguments.kept.glob("*.json")):
-        raise ConfigError(f"--kept {arguments.kept}: there are no results of jobs; name a directory OUT/kept")
+    if arguments.kept is not None and not any(any(arguments.kept.glob(one)) for one in ("*.json", RESULTS)):
+        raise ConfigError(
+            f"--kept {arguments.kept}: there are no results of jobs; name a directory OUT/kept or experiments"
+        )
     if arguments.kept is not None and arguments.render_only:
         raise ConfigError("--kept is for jobs that are to run; --render-only runs none")
     if arguments.render_only and arguments.no_render:
@@ -84,6 +98,7 @@ def _main(arguments: argparse.Namespace) -> int:
     chosen = load_experiments(root, [] if arguments.names in ([], ["all"]) else arguments.names, smoke=arguments.smoke)
     if arguments.kept is not None:
         take_kept(arguments.kept, arguments.out)
+        take_results(chosen, arguments.setting, arguments.kept, arguments.out)
     if arguments.plan:
         print("\n".join(describe_plan(chosen, arguments.setting, kept_results(arguments.out))))
         return 0

@@ -1,4 +1,4 @@
-"""How often runs on GSM8K would tell how the threshold of η goes with T: simulated runs, judged by both rules.
+"""How often runs with SmolLM2 would tell how the threshold of η goes with T: simulated runs, judged by both rules.
 
     python -m experiments.lab.law_power [--times 40]
 
@@ -15,8 +15,9 @@ import numpy as np
 from experiments.lab.law import Observed, judge_models, resampled_exponents
 from experiments.lab.statistics import ALPHA
 
-LAGS, RATES, LENGTHS = ("µ=4", "µ=4, lag 3"), (5e-6, 1e-5, 2e-5, 4e-5), (24, 48, 96, 192)  # of the setting `real`
-THRESHOLD, AT = 1.5e-5, 96  # of η, at so many updates
+LAGS, LENGTHS = ("µ=4", "µ=4, lag 3"), (24, 48, 96, 192)  # of the setting `real`
+RATES = 1e-5, 2e-5, 4e-5, 8e-5, 1.6e-4
+THRESHOLD, AT = 5e-5, 96  # of η, at so many updates
 CLAIMS = 2 * 9  # and opposites: Holm's correction at its strictest
 
 

@@ -43,7 +43,7 @@ def collect(
         entry = arms.setdefault(arm.name, head)
         wanted |= {job.key: f"{arm.name}, seed {seed}" for job in chain}
         if (result := kept(chain[-1].key)) is not None:
-            entry["seeds"][str(seed)] = result
+            entry["seeds"][str(seed)] = {"key": chain[-1].key, **result}
     missing = [key for key in wanted if kept(key) is None]
     for key in missing:
         if failed_path(out, key).is_file():
@@ -58,16 +58,19 @@ def collect(
         "cpu_seconds": round(sum((kept(key) or {}).get("cpu_seconds", 0.0) for key in wanted)),
         "wall_seconds": round(sum((kept(key) or {}).get("wall_seconds", 0.0) for key in wanted)),
         "failed": problems,
-        "tuning": tuning_record(experiment, setting, tuning),
+        "tuning": tuning_record(experiment, setting, tuning, {job.key: kept(job.key) for job in tuning_jobs}),
         "arms": list(arms.values()),
     }
     return _thinned(record, experiment.table.metrics)
 
 
-def tuning_record(experiment: Experiment, setting: str, tuning: Tuning) -> dict[str, Any]:
+def tuning_record(
+    experiment: Experiment, setting: str, tuning: Tuning, trials: Mapping[str, Mapping[str, Any] | None]
+) -> dict[str, Any]:
     """The trials, and what followed from them."""
     if not tuning.scores:
         return {}
+    kept = ("kind", "ended", "evaluations", "wall_seconds", "cpu_seconds")
     record: dict[str, Any] = {
         "rates": list(tuning.rates),
         "widened": tuning.widened,
@@ -75,6 +78,9 @@ def tuning_record(experiment: Experiment, setting: str, tuning: Tuning) -> dict[
         "scores": {
             arm: {f"{rate:g}": [round(value, 4) for value in values] for rate, values in by_rate.items()}
             for arm, by_rate in tuning.scores.items()
+        },
+        "trials": {
+            key: {name: trial[name] for name in kept if name in trial} for key, trial in trials.items() if trial
         },
     }
     if tuning.is_complete:

@@ -12,7 +12,7 @@ from typing import Any
 from experiments.lab.definition import FILE, Experiment
 from experiments.lab.job_pool import JobPool, is_done, kept_path
 from experiments.lab.plan import Kept, next_jobs
-from experiments.lab.results import collect, results_name, write_results
+from experiments.lab.results import collect, read_results, results_name, write_results
 
 from stalewise.errors import ConfigError
 from stalewise.store.atomic import read_json, write_json_atomic
@@ -61,6 +61,17 @@ def take_kept(source: Path, out: Path) -> None:
             if not {"evaluations", "pass_at"} & {*(result := read_json(path))}:
                 raise ConfigError(f"--kept: {path} is no result of a job; name a directory OUT/kept")
             write_json_atomic(kept_path(out, path.stem), result)
+
+
+def take_results(experiments: Sequence[Experiment], setting: str, root: Path, out: Path) -> None:
+    """Take over the jobs of results files. Jobs whose settings have changed since have other keys and run again."""
+    for experiment in experiments:
+        found = read_results(root / experiment.name / results_name(setting))
+        trials = {} if found is None else found.tuning.get("trials", {})
+        runs = [] if found is None else [run for arm in found.record["arms"] for run in arm["seeds"].values()]
+        for key, result in (*trials.items(), *((run.get("key"), run) for run in runs)):
+            if key and not kept_path(out, key).is_file():
+                write_json_atomic(kept_path(out, key), {name: part for name, part in result.items() if name != "key"})
 
 
 def run_experiments(

@@ -28,7 +28,7 @@ from experiments.lab.plan import is_collapsed, next_jobs
 from experiments.lab.raw_logprobs import RawLogprobs
 from experiments.lab.results import LARGEST_BYTES, read_results, text_of
 from experiments.lab.run_summary import early_norm_per_rate
-from experiments.lab.runner import record_machine
+from experiments.lab.runner import kept_results, record_machine
 
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ConfigError, ModelError
@@ -37,6 +37,7 @@ from stalewise.models.plain_forward import plain_logits
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.mixed_policy import MixedPolicySampler
 from stalewise.rollout.sampler import Request
+from stalewise.store.atomic import write_json_atomic
 from stalewise.store.json_lines import read_jsonl
 from stalewise.trainer.trainer import Trainer
 from stalewise.types import SamplerSettings
@@ -125,6 +126,34 @@ def test_jobs_that_were_done_elsewhere_are_not_run_again(tmp_path: Path, capsys:
     assert "machine-lab.json is no result" in refused("tiny", "--kept", tmp_path / "other", "--out", out, *places)
     planned = lab("tiny", "--kept", kept.parent, "--out", tmp_path / "new", *places[:2], "--plan")
     assert planned[1].splitlines()[1].split()[-1] == "1"
+
+
+def test_results_of_experiments_are_taken_over_unless_their_settings_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def done(out: str, *words: str) -> int:
+        places = ("--experiments", str(root), "--out", str(tmp_path / out), "--no-render", "--json")
+        assert main(["tiny", "--deadline-s", "0", *words, *places]) == UNFINISHED
+        return json.loads(capsys.readouterr().out)["done"]
+
+    root, first = tmp_path / "experiments", tmp_path / "first"
+    (experiment,) = define(tmp_path, RUNNABLE)
+    made: set[str] = set()
+    for _ in range(2):  # tuning, then what is judged at its rates
+        jobs = next_jobs([experiment], "lab", kept_results(first))
+        for job in (job for job in jobs if job.kind == "train" and job.key not in made):
+            accuracy = 0.9 if job.config["optimizer"]["learning_rate"] == 1e-3 else 0.5
+            result = {"kind": "train", "ended": "", "evaluations": {"version": [0, 1], "accuracy": [0.4, accuracy]}}
+            write_json_atomic(kept_path(first, job.key), {**result, "cpu_seconds": 1.0, "wall_seconds": 2.0})
+            made.add(job.key)
+    assert done("first") == len(made) == 11  # six trials, five arms
+    (first / "tiny" / "results-lab.json").rename(root / "tiny" / "results-lab.json")
+    assert done("second", "--kept", str(root)) == 11
+    kept = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "second" / "kept").glob("*.json")}
+    assert kept.keys() == made and all(one["wall_seconds"] == 2.0 and "key" not in one for one in kept.values())
+    bases = root / "bases.toml"
+    bases.write_text(bases.read_text().replace("updates = 2", "updates = 3"))
+    assert done("third", "--kept", str(root)) == 0
 
 
 def test_a_worker_whose_job_failed_frees_its_memory_when_the_error_is_handled(
