@@ -13,6 +13,11 @@ Figures = dict[str, str]
 TOPS = 0.2, 0.5, 1.0  # of an axis of accuracies
 
 
+def with_rate(arm: ArmResult) -> str:
+    """The arm's name with its learning rate, unless the name has it."""
+    return arm.name if "η=" in arm.name else f"{arm.name}, η {arm.rate:g}"
+
+
 def figures(rule: str, results: Results) -> Figures:
     """The figure of an experiment, and one of the scores of its arms."""
     special = {"the_law": the_law, "pass_at_k": pass_at_k}
@@ -24,7 +29,7 @@ def figures(rule: str, results: Results) -> Figures:
 
 def curves(arms: list[ArmResult]) -> str:
     """Accuracy by update, at most eight arms in a panel."""
-    named = [Series(f"{arm.name}, η {arm.rate:g}", arm.curve()) for arm in arms]
+    named = [Series(with_rate(arm), arm.curve()) for arm in arms]
     y_range = 0.0, _top(max((high for series in named for *_, high in series.points), default=1.0))
     panels = [
         Panel("accuracy", named[first : first + 8], "update", "held-out accuracy", y_range=y_range)
@@ -38,7 +43,7 @@ def scores(arms: list[ArmResult]) -> str:
     rows: list[Row] = []
     for place, arm in enumerate(arms):
         mean = arm.mean
-        name = f"{arm.name}, η {arm.rate:g}"
+        name = with_rate(arm)
         rows.append(Row(name, mean.value, mean.low, mean.high, str(mean), COLOURS[place % len(COLOURS)]))
     lowest = min((row.low for row in rows if not math.isnan(row.low)), default=0.0)  # unknown with a single seed
     highest = max((row.high for row in rows if not math.isnan(row.high)), default=1.0)
