@@ -6,14 +6,15 @@
 A part is a size (0.5b, 1.5b, 7b), what is trained (full, or lora of rank 16 on bfloat16 weights; lora-offload with
 `learner.offload`) and a schedule: `one` process, in two stages, or `pipelined`, with a generator beside the learner on
 one GPU. Each is a whole run of eight updates with random weights in Qwen2.5's shapes, and rewards of a coin; with
-`learner.offload`, and at 7B with all weights, of two stages of eight updates, since its switch is of interest. The run
-of 7B with all weights ends before its last checkpoint: two of 46 GB do not fit on a disk of 64 GB. Where the disk is
-short, the model and the weights of version 0 are removed when nothing needs them any more. The peak is what the
-driver counts as used, looked at ten times a second, less what was used before: so CUDA contexts and what torch's
-allocator reserves are in it. Beside it are the parts of the estimate, the seconds that switches of the run blocked (as
-in switches.py, and one by one), and what the allocator of the learner's process held at its own peak, by pool (of CUDA
-graphs, or of launches) and stream, and its largest blocks: what is not in use is cached. Without a GPU the peak is the
-resident memory of the run's processes, and the estimate means nothing.
+`learner.offload`, and at 7B with all weights, of two stages of eight updates, since its switch is of interest. At 7B
+with all weights a run ends before a checkpoint that has no room on a disk of 64 GB: in one process before its second
+one of 46 GB, pipelined before its first one, when it has learned from a batch of eight updates beside the generator.
+Where the disk is short for a checkpoint, the model and the weights of version 0 are removed when nothing needs them
+any more. The peak is what the driver counts as used, looked at ten times a second, less what was used before: so CUDA
+contexts and what torch's allocator reserves are in it. Beside it are the parts of the estimate, the seconds that
+switches of the run blocked (as in switches.py, and one by one), and what the allocator of the learner's process held at
+its own peak, by pool (of CUDA graphs, or of launches) and stream, and its largest blocks: what is not in use is cached.
+Without a GPU the peak is the resident memory of the run's processes, and the estimate means nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ from stalewise.types import NullCallback
 FORMAT = "stalewise.memory/1"
 DEFAULT = ",".join(map("/".join, product(("0.5b", "1.5b"), ("full", "lora"), ("one", "pipelined"))))
 UPDATES, PROMPT_TOKENS = 8, 16
-ONE_CHECKPOINT = "7b/full/one"  # whose run ends before the second one
+# Parts whose run ends before the checkpoint of this version. The generator reads version 0, which cannot make room.
+ENDS_BEFORE = {"7b/full/one": 2 * UPDATES, "7b/full/pipelined": UPDATES}
 MOST_BLOCKS = 12  # that are told
 # Rollouts and tokens: 7B is trained with gradient checkpointing and, where all of it is, with moments in 8 bits.
 PROMPTS = {"tiny": 2, "0.5b": 16, "1.5b": 8, "7b": 8}
@@ -64,7 +66,7 @@ ASKS = "--query-gpu=memory.used", "--format=csv,noheader,nounits"
 def config_of(part: str, work: Path) -> RunConfig:
     """The config of a part's run."""
     size, kind, schedule = part.split("/")
-    updates = 2 * UPDATES if kind == "lora-offload" or part == ONE_CHECKPOINT else UPDATES
+    updates = 2 * UPDATES if kind == "lora-offload" or part in ENDS_BEFORE else UPDATES
     record: dict[str, Any] = {
         "name": part.replace("/", "-"),
         "runs": str(work),
@@ -77,7 +79,8 @@ def config_of(part: str, work: Path) -> RunConfig:
         "evaluation": {"prompts": 8, "samples": 1},
     }
     if schedule == "pipelined":
-        record["schedule"] = {"kind": "pipelined", "updates": updates, "updates_per_generation": 2, "lag": 1}
+        each = UPDATES if part in ENDS_BEFORE else 2
+        record["schedule"] = {"kind": "pipelined", "updates": updates, "updates_per_generation": each, "lag": 1}
     else:
         record["schedule"] = {"kind": "staged", "updates": updates, "stages": 2}
     if kind != "full":
@@ -107,11 +110,11 @@ def work_on(part: str, work: Path) -> dict[str, Any]:
     held = Held() if torch.cuda.is_available() else None
     if held is not None:
         held.start()
-    ends_before = config.schedule.updates if part == ONE_CHECKPOINT else None
+    ends_before = ENDS_BEFORE.get(part)
     found: dict[str, Any] = {"estimate_bytes": foreseen and foreseen.peak, "certain_bytes": foreseen and foreseen.least}
     try:
         with contextlib.suppress(BeforeCheckpointError):
-            run(config, MakesRoom(Path(config.model.path), config.directory, ends_before))
+            run(config, MakesRoom(config, ends_before))
     except StalewiseError as error:  # the switches until then are told all the same
         found["error"] = [str(error)]
     journal = read_jsonl(config.directory / "journal.jsonl")
@@ -138,10 +141,12 @@ class MakesRoom(NullCallback):
     run before the checkpoint of the version `ends_before`.
     """
 
-    def __init__(self, model: Path, run: Path, ends_before: int | None = None) -> None:
-        self.model, self.ends_before = model, ends_before
-        self.first = checkpoint_directory(run, 0)
-        self.room = 3.2 * sum(file.stat().st_size for file in model.glob("*"))  # a checkpoint has 3 times the bytes
+    def __init__(self, config: RunConfig, ends_before: int | None = None) -> None:
+        self.model, self.ends_before = Path(config.model.path), ends_before
+        self.first = checkpoint_directory(config.directory, 0)
+        # A checkpoint has 3 times the bytes. A run that ends before its first one needs no room.
+        writes_one = ends_before is None or ends_before > config.schedule.schedule().updates_of(0).stop
+        self.room = 3.2 * sum(file.stat().st_size for file in self.model.glob("*")) if writes_one else 0.0
 
     def metrics(self, update: int, record: Mapping[str, Any]) -> None:
         if update + 1 == self.ends_before:

@@ -8,7 +8,8 @@ Policies have random weights in the shapes of Qwen2.5 (as Llama, without biases)
 token in 500 ends a response, and rewards are a coin's. `copy` measures what blocks at least: the copy of weights and
 moments to the host, into new memory and into memory that was used before, and the sampler's copy of the weights on the
 device. `run` makes whole runs, called SIZE/ROLLOUTS/µ with the rollouts of an update. Those that differ in µ alone are
-compared, by the seconds of an update.
+compared, by the seconds of an update; how many updates they have may differ. `--label disk` calls them
+SIZE-disk/ROLLOUTS/µ, so that runs with `--work` elsewhere do not replace the others of a file.
 
 A switch is everything from the last update on a generation batch to the next generation, and from there to the next
 update: checkpoint, waiting for its commit, the sampler's new weights, opening the next batch. With `--engine vllm`, on
@@ -307,7 +308,10 @@ def summary(journal: Sequence[Mapping[str, Any]], *, is_whole: bool = True) -> d
 
 
 def headline(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Blocking seconds of a switch, and how much faster than with µ = 4 and all else the same an update is, by run."""
+    """Blocking seconds of a switch, and how much faster than with µ = 4 and all else the same an update is, by run.
+
+    Seconds are of an update, without start and end, so runs of other lengths are compared, too.
+    """
     blocking = {name: run["blocking_s_per_switch"] for name, run in runs.items() if run.get("switches")}
     apart = ("start", "end")
     total = {
@@ -317,7 +321,7 @@ def headline(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     gains = {
         name: total[base] / total[name]
         for name, base in bases.items()
-        if base in runs and total[name] and all(runs[base][key] == runs[name][key] for key in ("tokens", "updates"))
+        if base in runs and total[name] and runs[base]["tokens"] == runs[name]["tokens"]
     }
     return {"blocking_s_per_switch": blocking, "times_faster_than_mu_4": gains}
 
@@ -377,6 +381,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> tuple[dict[str, Any], 
             more = {"tokens": arguments.tokens, "engine": arguments.engine, "sleep": arguments.sleep}
             found = {**when(), **in_a_process("run", {**options, **more}, work)}
             name = size if arguments.engine == "hf" else f"{size}-vllm" + ("-drop" if arguments.sleep == "drop" else "")
+            name += f"-{arguments.label}" if arguments.label else ""
             name = f"{name}/{arguments.prompts * GROUP}/{mu}"
             result["runs"][name] = found
             failed |= "error" in found
@@ -400,6 +405,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=256, help="of a response at most")
     parser.add_argument("--engine", default="hf", choices=("hf", "vllm"), help="vllm: on the learner's GPU, sleeping")
     parser.add_argument("--sleep", default="sleep", choices=("sleep", "drop"), help="of vLLM: level 1 or level 2")
+    parser.add_argument("--label", default="", help="in the names of runs after their size")
     parser.add_argument("--moment-bytes", type=int, choices=(1, 2, 4), default=4, help="of a number in `copy`")
     parser.add_argument("--gb", type=float, default=5.9, help="of a checkpoint in `disk`")
     parser.add_argument("--every", type=float, default=3.6, help="seconds between checkpoints in `disk`")
@@ -411,6 +417,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if "/" in arguments.label:
+        parser.error(f"--label {arguments.label} is to be a part of names like 0.5b/64/4: leave out the /")
     if arguments.one:
         write_json_atomic(arguments.out, one(json.loads(arguments.one), arguments.work))
         return 0

@@ -1,6 +1,6 @@
 """Sampling against vLLM: the same models, prompts and lengths, log-probabilities on both sides, on one GPU.
 
-    python benchmarks/versus_vllm.py --vllm DIRECTORY                    # every part, about 50 minutes on an H200
+    python benchmarks/versus_vllm.py --vllm DIRECTORY                    # every part, about an hour on an H200
     python benchmarks/versus_vllm.py --vllm DIRECTORY --parts 1.5b/512   # or part by part, in any order
     python benchmarks/versus_vllm.py --budget-s 550                      # begins nothing that would end later
     python benchmarks/versus_vllm.py --table                             # show what was measured
@@ -83,14 +83,14 @@ SHAPES = {
     "tiny": Shape("llama", 512, 128, 128, 2, 4, 2, True, 512),  # to try the script without a GPU
 }
 PARTS = {
-    "135m/64": Part(8192, 36, (512, 2048), seconds=200),
+    "135m/64": Part(8192, 36, (512, 2048), seconds=340),
     "0.5b/512": Part(2048, 128, (512, 2048), seconds=200),
     "0.5b/4096": Part(256, 128, (512,), seconds=200),
     "0.5b/16384": Part(64, 128, (512,), seconds=290),
-    "1.5b/512": Part(2048, 128, (512, 1024, 2048), 3.0, seconds=330),
+    "1.5b/512": Part(2048, 128, (256, 512, 1024, 2048), 3.0, seconds=480),
     "1.5b/4096": Part(256, 128, (512,), seconds=220),
     "1.5b/16384": Part(64, 128, (512,), seconds=320),
-    "7b/256": Part(1024, 128, (512, 1024), 1.3, seconds=230),
+    "7b/256": Part(1024, 128, (256, 512, 1024), 1.3, seconds=320),
     "7b/4096": Part(128, 128, (512,), seconds=250),
 }
 TRIAL = {"tiny/12": Part(24, 9, (8,)), "tiny/30": Part(16, 9, (8,))}
@@ -384,10 +384,10 @@ def table(record: Mapping[str, Any]) -> str:
     for name, found in record["parts"].items():
         for kind in KINDS:
             ours, (theirs, seqs) = _rate(found.get("ours"), kind), best_vllm(found, kind)
-            key = name if kind == "fixed" else f"{name} {kind}"
-            ratio = f"{record['ratios'][key]:.2f}" if key in record["ratios"] else "–"
+            ratio = f"{ours / theirs:.2f}" if ours and theirs else "–"  # those of the file are rounded already
             rates = " | ".join(f"{rate:,.0f}" if rate else "–" for rate in (ours, theirs))
-            lines.append(f"| {name} | {kind} | {rates} | {seqs or '–'} | {ratio} | {bar_of(key):g} |")
+            bar = bar_of(name if kind == "fixed" else f"{name} {kind}")
+            lines.append(f"| {name} | {kind} | {rates} | {seqs or '–'} | {ratio} | {bar:g} |")
     return "\n".join(lines)
 
 

@@ -10,15 +10,19 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]  # benchmarks/ is no part of the package
 
-from benchmarks import memory  # noqa: E402
+from benchmarks import memory, switches  # noqa: E402
 from stalewise.errors import StoreError  # noqa: E402
+from stalewise.store.json_lines import read_jsonl  # noqa: E402
+
+LARGE = ["7b/full/one", "7b/full/pipelined", "7b/lora/one", "7b/lora-offload/one"]
 
 
-@pytest.mark.parametrize("part", [*memory.DEFAULT.split(","), "7b/full/one", "7b/lora/one", "7b/lora-offload/one"])
+@pytest.mark.parametrize("part", [*memory.DEFAULT.split(","), *LARGE])
 def test_every_part_has_a_config(part: str, tmp_path: Path) -> None:
     size, kind, schedule = part.split("/")
     config = memory.config_of(part, tmp_path)
@@ -26,8 +30,10 @@ def test_every_part_has_a_config(part: str, tmp_path: Path) -> None:
     assert config.learner.offload == ("always" if kind == "lora-offload" else "auto")
     assert config.schedule.kind == {"one": "staged", "pipelined": "pipelined"}[schedule]
     assert config.learner.gradient_checkpointing == (size == "7b")
-    assert config.optimizer.moments == ("int8" if part == "7b/full/one" else "float32")
-    assert config.schedule.updates == (16 if kind == "lora-offload" or part == "7b/full/one" else 8)
+    assert config.optimizer.moments == ("int8" if (size, kind) == ("7b", "full") else "float32")
+    assert config.schedule.updates == (16 if kind == "lora-offload" or (size, kind) == ("7b", "full") else 8)
+    each = {"one": 8 if config.schedule.updates == 16 else 4, "pipelined": 8 if part == "7b/full/pipelined" else 2}
+    assert config.schedule.schedule().updates_of(0) == range(each[schedule])
 
 
 def test_the_peak_is_that_of_the_process_and_its_children() -> None:
@@ -61,7 +67,7 @@ def test_a_run_that_ends_before_its_second_checkpoint_tells_what_its_switch_bloc
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(memory, "ONE_CHECKPOINT", "tiny/full/one")
+    monkeypatch.setitem(memory.ENDS_BEFORE, "tiny/full/one", 16)
     memory.write_model("tiny", tmp_path / "tiny")
     found = memory.work_on("tiny/full/one", tmp_path)["switches"]
     reasons = [one["reason"] for one in found["one_by_one"]]
@@ -74,15 +80,55 @@ def test_a_run_that_ends_before_its_second_checkpoint_tells_what_its_switch_bloc
     assert [path.name for path in kept] == ["v000008"]
 
 
+@pytest.mark.slow
+def test_a_pipelined_run_of_7b_ends_before_its_first_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole path in a small size: disk short, moments in 8 bits, gradient checkpointing, a generator beside it."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for sizes in (switches.SHAPES, switches.VOCABULARY, switches.ONE_IN, memory.PROMPTS, memory.TOKENS):
+        monkeypatch.setitem(sizes, "7b", sizes["tiny"])
+    usage = memory.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: usage._replace(free=0))
+    memory.write_model("7b", tmp_path / "7b")
+    found = memory.work_on("7b/full/pipelined", tmp_path)
+    assert "error" not in found and found["switches"]["switches"] == 0
+    run = tmp_path / "7b-full-pipelined"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["v000000"]
+    assert (tmp_path / "7b").exists() and list((run / "checkpoints" / "v000000").glob("*.safetensors"))
+    assert [record["update"] for record in read_jsonl(run / "metrics.jsonl")] == list(range(8))
+    made = [one for one in read_jsonl(run / "journal-generator.jsonl") if one["event"] == "generate"]
+    assert made[0]["generation_batch"] == 0  # the next one may not be made, where learning is faster
+
+
+def test_learner_and_generator_of_7b_fit_on_one_gpu_by_the_estimate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 7.615e9 weights: 4 bytes each, 4 of gradients, 2 of moments, 2 in each of two samplers; a process besides."""
+    there = "stalewise.planning.memory."
+    monkeypatch.setattr(f"{there}pick_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(f"{there}device_memory", lambda device: 140 * 2**30)
+    monkeypatch.setattr(f"{there}pick_precision", lambda precision, device: torch.bfloat16)
+    monkeypatch.setattr(f"{there}can_compile", lambda: True)
+    monkeypatch.setattr(f"{there}kernels_for", lambda device: None)  # not the plain ones
+    switches.model_config("7b").save_pretrained(tmp_path / "7b")
+    config = memory.config_of("7b/full/pipelined", tmp_path)
+    needed = memory.estimate(config, config.model.path, longest_prompt=memory.PROMPT_TOKENS, alone=True)
+    assert needed is not None and needed.at_once
+    assert needed.least == pytest.approx(14 * 7.615e9 + (850 << 20), rel=0.001)
+    assert needed.peak == pytest.approx(139.3e9, rel=0.005)  # 150.3 are there
+
+
 def test_model_and_version_0_make_room_only_where_the_disk_is_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, run = tmp_path / "tiny", tmp_path / "run"
-    first = run / "checkpoints" / "v000000"
+    config = memory.config_of("tiny/full/one", tmp_path)
+    model, first = tmp_path / "tiny", config.directory / "checkpoints" / "v000000"
     for place in (model, first):
         place.mkdir(parents=True)
         (place / "model.safetensors").write_bytes(b"x" * 100)
-    callback = memory.MakesRoom(model, run)
+    callback = memory.MakesRoom(config)
     usage = memory.shutil.disk_usage(tmp_path)
     for free, stays in ((320, True), (319, False), (0, False)):  # the last time they are gone
         monkeypatch.setattr(memory.shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
@@ -90,6 +136,10 @@ def test_model_and_version_0_make_room_only_where_the_disk_is_short(
         assert model.exists() == stays
         callback.metrics(0, {})
         assert [path.name for path in first.iterdir()] == ["model.safetensors"] * stays
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"x" * 100)
+    # Both stages have four updates: the run ends with the first one, and writes no checkpoint.
+    assert memory.MakesRoom(config, ends_before=5).is_short() and not memory.MakesRoom(config, ends_before=4).is_short()
 
 
 def test_a_run_without_room_still_tells_its_switches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

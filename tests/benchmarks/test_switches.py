@@ -72,14 +72,15 @@ def test_start_and_end_of_a_run_are_no_switches() -> None:
     runs = {
         "1b/64/4": {**found, "updates": 8},
         "1b/64/8": other,
-        # Nothing to compare with: another size of an update, another engine, longer responses, more updates.
+        # Nothing to compare with: another size of an update, another engine, longer responses.
         "1b/128/8": other,
         "1b-vllm/64/8": other,
         "1b/64/16": {**other, "tokens": 128},
-        "1b/64/32": {**other, "updates": 32},
+        "1b/64/32": {**other, "updates": 32},  # four times as many updates in the same time
     }
     head = switches.headline(runs)
-    assert head["times_faster_than_mu_4"] == {"1b/64/4": 1.0, "1b/64/8": pytest.approx(15 / 7.75)}
+    gains = {"1b/64/4": 1.0, "1b/64/8": pytest.approx(15 / 7.75), "1b/64/32": pytest.approx(15 / 8 / (7.75 / 32))}
+    assert head["times_faster_than_mu_4"] == gains
     assert head["blocking_s_per_switch"].keys() == runs.keys()
 
 
@@ -107,10 +108,36 @@ def test_what_a_cut_run_left_goes_and_a_failure_is_told(
     assert not (tmp_path / "tiny-mu4").exists()
 
 
+def test_the_headline_of_the_kept_file_is_that_of_its_runs() -> None:
+    kept = json.loads((ROOT / "benchmarks" / "results" / "switches-h200.json").read_text())
+    assert kept["headline"] == switches.headline(kept["runs"])
+
+
+def test_a_label_keeps_runs_of_the_same_sizes_apart(
+    arguments: argparse.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = ["switches.py", "--quick", "--parts", "run", "--out", str(arguments.out)]
+    seconds = {"generate": 1.0, "learn": 1.0, "switch": 1.0}
+    monkeypatch.setattr(
+        switches,
+        "in_a_process",
+        lambda part, options, work: {**options, "switches": 1, "blocking_s_per_switch": 1.0, "seconds": seconds},
+    )
+    for more in ([], ["--label", "disk", "--work", str(tmp_path / "disk")]):
+        monkeypatch.setattr(sys, "argv", [*quick, *more])
+        assert switches.main() == 0
+    found = json.loads(arguments.out.read_text())
+    assert [*found["runs"]] == ["tiny/16/8", "tiny/16/4", "tiny-disk/16/8", "tiny-disk/16/4"]
+    assert found["headline"]["times_faster_than_mu_4"].keys() == found["runs"].keys()
+    monkeypatch.setattr(sys, "argv", [*quick, "--label", "a/b"])
+    with pytest.raises(SystemExit):
+        switches.main()
+
+
 @pytest.fixture
 def arguments(tmp_path: Path) -> argparse.Namespace:
     options = {"sizes": "tiny", "parts": "run", "mu": "2", "updates": 4, "prompts": 1, "tokens": 8}
-    options |= {"engine": "hf", "sleep": "sleep", "deadline_s": 600, "out": tmp_path / "found.json"}
+    options |= {"engine": "hf", "sleep": "sleep", "label": "", "deadline_s": 600, "out": tmp_path / "found.json"}
     return argparse.Namespace(**options)
 
 

@@ -45,26 +45,32 @@ def test_the_ratio_is_to_the_best_of_vllm_and_bars_are_for_fixed_lengths() -> No
         "1.5b/512": {"ours": side(100.0, 50.0), "vllm": {"512": side(30.0, 60.0), "2048": side(40.0, 20.0)}},
         "7b/256": {"ours": side(26.0, 30.0), "vllm": {"512": side(20.0, 20.0), "1024": {"error": ["out of memory"]}}},
         "0.5b/512": {"ours": side(1.0, 1.0)},
+        "0.5b/16384": {"ours": side(15.1526, 8.0), "vllm": {"512": side(10.0, 5.0)}},
     }
     found = bench.summary(parts)
-    assert found["ratios"] == {"1.5b/512": 2.5, "1.5b/512 drawn": 0.833, "7b/256": 1.3, "7b/256 drawn": 1.5}
-    assert found["bars"] == {"1.5b/512": 3.0, "1.5b/512 drawn": 1.0, "7b/256": 1.3, "7b/256 drawn": 1.0}
+    assert found["ratios"] == {"1.5b/512": 2.5, "1.5b/512 drawn": 0.833, "7b/256": 1.3, "7b/256 drawn": 1.5} | {
+        "0.5b/16384": 1.515,
+        "0.5b/16384 drawn": 1.6,
+    }
+    assert found["bars"] == dict.fromkeys(found["ratios"], 1.0) | {"1.5b/512": 3.0, "7b/256": 1.3}
     assert found["missed"] == ["1.5b/512", "1.5b/512 drawn"]
     lines = bench.table({"parts": parts, **found}).splitlines()
     assert lines[2] == "| 1.5b/512 | fixed | 100 | 40 | 2048 | 2.50 | 3 |"
     assert lines[3] == "| 1.5b/512 | drawn | 50 | 60 | 512 | 0.83 | 1 |"
     assert lines[6] == "| 0.5b/512 | fixed | 1 | – | – | – | 1 |"
+    assert lines[8] == "| 0.5b/16384 | fixed | 15 | 10 | 512 | 1.52 | 1 |"  # 1.515, rounded once more, would be 1.51
 
 
 def test_only_what_is_missing_is_measured() -> None:
     record: dict[str, Any] = {"parts": {"7b/256": {"ours": side(1, 1), "vllm": {"512": side(1, 1), "1024": {}}}}}
     wanted = bench.jobs(record, ["7b/256", "7b/4096"])
     assert [(job["parts"], job["side"], job.get("seqs")) for job in wanted] == [
+        (["7b/256"], "vllm", 256),
         (["7b/256"], "vllm", 1024),
         (["7b/4096"], "ours", None),
         (["7b/4096"], "vllm", 512),
     ]
-    assert len(bench.jobs(record, ["7b/256"], again=True)) == 3
+    assert len(bench.jobs(record, ["7b/256"], again=True)) == 4
 
 
 def test_vllm_starts_once_for_the_parts_of_a_size() -> None:

@@ -43,6 +43,8 @@ def test_killed_runs_end_as_if_they_had_never_been_stopped(
     tmp_path: Path, kind: str, objective: str, kills: int
 ) -> None:
     settings = {"kills": kills, "seed": 1, "objective": objective, "kind": kind, "slow_writer": 0.2}
+    if kind == "synchronous":  # the first kill comes .96 s after a commit was due, long after the next batch is made
+        settings |= {"seed": 2, "slow_writer": 1.0}
     process = CONTEXT.Process(target=soaked, args=(tmp_path, settings))
     process.start()
     process.join()
@@ -54,7 +56,7 @@ def test_killed_runs_end_as_if_they_had_never_been_stopped(
     # whose other load moves them about.
     assert figures["kills_after_learning_began"] >= kills // 6
     assert figures["kills_while_writing"] > 0 or kills == 2  # while the run was ahead of its checkpoint
-    if kind == "synchronous" and kills >= 12:  # a machine with other load may sample more slowly than it writes
+    if kind == "synchronous":
         assert figures["kills_while_rollouts_waited"] > 0
     assert (figures["rollbacks"] > 0) == (kind == "collapsing")
     assert figures["generation_batches"] > (3 if kind in ("spent", "pipelined") else 2)

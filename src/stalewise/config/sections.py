@@ -258,7 +258,9 @@ class SamplerSection(Section):
     engine: Literal["hf", "vllm", "server", "auto"] = Field(
         default="hf", description="Engine: hf (in this process), vllm, server, or auto: the faster of hf and vllm."
     )
-    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature; training always uses 1.")
+    temperature: float = Field(
+        default=1.0, gt=0, description="Sampling temperature; that of training: objective.policy_temperature."
+    )
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="Nucleus sampling: keep tokens of this total probability."
     )
@@ -303,6 +305,9 @@ class ObjectiveSection(Section):
     params: dict[str, Any] = Field(default_factory=dict, description="Parameters of the objective; others: defaults.")
     advantage: Literal["auto", "group", "mean", "leave_one_out", "batch"] = Field(
         default="auto", description="Baseline and scale of advantages; auto: what the objective prescribes."
+    )
+    policy_temperature: float = Field(
+        default=1.0, gt=0, description="Train the policy at this temperature; TRL and verl take that of sampling."
     )
     truncated: Literal["keep", "zero", "mask"] = Field(
         default="keep", description="Truncated responses: train as usual, set advantage to 0, or leave out of the loss."

@@ -175,6 +175,8 @@ def _trainer_agreement(
     """The trainer's log-probabilities of these rows, forward and backward, in micro-batches as in the run."""
     name = "learning"
     values: Values = [np.empty(0)] * len(rows)
+    objective = config.objective.model_copy(update={"policy_temperature": 1.0})  # as in a plain forward pass
+    config = config.model_copy(update={"objective": objective})
     try:
         trainer = Trainer(config, checkpoint)
         execution = trainer.execution
@@ -231,7 +233,8 @@ def stage_problem(config: RunConfig, metrics: Mapping[str, float]) -> str:
     Settings of the sampler that change its distribution are a difference that was asked for.
     """
     sampler = config.sampler
-    is_plain = (sampler.temperature, sampler.top_p, sampler.top_k, sampler.weights) == (1.0, 1.0, 0, "exact")
+    is_plain = (sampler.top_p, sampler.top_k, sampler.weights) == (1.0, 0, "exact")
+    is_plain = is_plain and sampler.temperature == config.objective.policy_temperature
     mean, largest = metrics.get("mismatch_mean", math.nan), metrics.get("mismatch_max", math.nan)
     if config.model.check == "off" or sampler.foreign.share or not is_plain or math.isnan(mean):
         return ""

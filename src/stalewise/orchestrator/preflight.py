@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 from stalewise import __version__
 from stalewise.config import RunConfig, make_config
-from stalewise.config.run import stages_warning
+from stalewise.config.run import stages_warning, temperature_warning
 from stalewise.config.run_directory import check_identity
 from stalewise.config.sections import ObjectiveSection
 from stalewise.errors import ConfigError, StalewiseError
@@ -97,6 +97,8 @@ class _Preflight:
         if (task := self.task) is not None:
             yield self._run("verifier", lambda: _verifier(task))
         yield self._run("objective", self._objective)
+        if warning := temperature_warning(self.config.sampler.temperature, self.config.objective.policy_temperature):
+            yield Check("temperature", "warning", warning)
         yield (device := self._run("device", self._device))
         if device.status != "bad":
             yield self._run("model directory", self._model_directory)

@@ -13,7 +13,7 @@ import torch
 
 from stalewise import store
 from stalewise.config import RunConfig, make_config
-from stalewise.config.run import held_out_warning, stages_warning
+from stalewise.config.run import held_out_warning, stages_warning, temperature_warning
 from stalewise.config.run_directory import (
     LIMITS_FILE,
     LIMITS_FORMAT,
@@ -123,8 +123,10 @@ def resolve_settings(config: RunConfig, log: Callable[[str], object] = lambda te
 
     A run that has begun keeps both, whatever was calibrated or installed since.
     """
-    if not is_started(config.directory) and (warning := stages_warning(config.schedule)):
-        log(warning)
+    if not is_started(config.directory):
+        hot = temperature_warning(config.sampler.temperature, config.objective.policy_temperature)
+        for warning in filter(None, (stages_warning(config.schedule), hot)):
+            log(warning)
     if config.sampler.engine == "auto":
         source = resolve_model(config.model.path, config.task.name)
         engine, why = engine_of_run(config.directory, config.sampler, config.model, config.schedule, source)
@@ -241,8 +243,9 @@ def check_vllm_room(config: RunConfig, source: str, world: int = 1) -> None:
     """Refuse a trainer and a vLLM that do not fit on one GPU together.
 
     The trainer's memory stays taken while vLLM samples, unless one process offloads it to host memory
-    (`learner.offload`). vLLM itself would fail only when it wakes up after the first stage. A share of the GPU that
-    does not hold the weights is refused as well: vLLM would fail only after it was started.
+    (`learner.offload`). vLLM itself would fail only when it wakes up after the first stage. A vLLM that keeps its share
+    while the trainer works leaves less for that. A share of the GPU that does not hold the weights is refused as well:
+    vLLM would fail only after it was started.
     """
     device = pick_device(config.model.device)
     section = config.sampler.vllm
@@ -252,25 +255,30 @@ def check_vllm_room(config: RunConfig, source: str, world: int = 1) -> None:
     _, total = torch.cuda.mem_get_info(device)
     if needed is None:
         return
-    held = needed.least - needed.waits
+    share, stays = section.gpu_memory_utilization, section.while_learning == "stay"
+    beside = needed.least - needed.waits  # of the trainer while vLLM samples
+    held = needed.total if stays else beside
     weights = needed.shape.parameters * pick_precision(config.model.precision, device).itemsize
-    if weights > section.gpu_memory_utilization * total * section.tensor_parallel:
+    if weights > share * total * section.tensor_parallel:
         raise ConfigError(
             f"{source} does not fit for sampling: its weights take {weights / GIB:.2f} GiB, and sampler.vllm "
-            f"{section.gpu_memory_utilization:.0%} of the {total / GIB:.2f} GiB of {section.tensor_parallel} GPU(s): "
+            f"{share:.0%} of the {total / GIB:.2f} GiB of {section.tensor_parallel} GPU(s): "
             f"raise sampler.vllm.gpu_memory_utilization (the trainer leaves {max(0.0, 1 - held / total):.0%}) "
             "or tensor_parallel, or choose a smaller model"
         )
-    if held + section.gpu_memory_utilization * total <= total:
+    if held + share * total <= total:
         return
-    room = 1 - held / total
-    advice = ""
-    if room >= LEAST_ROOM:
-        advice += f"set sampler.vllm.gpu_memory_utilization to {int(100 * room) / 100:g} or less, "
-    if needed.may_wait:
-        advice += 'set learner.offload = "always", '
+    advice, fitting = list[str](), int(100 * (1 - held / total)) / 100
+    if fitting >= LEAST_ROOM and weights <= fitting * total * section.tensor_parallel:
+        advice.append(f"set sampler.vllm.gpu_memory_utilization to {fitting:g} or less")
+    sleep, offload = 'sampler.vllm.while_learning = "sleep"', 'learner.offload = "always"'
+    if not stays and needed.may_wait:
+        advice.append(f"set {offload}")
+    elif stays and needed.total <= total and (needed.may_wait or beside + share * total <= total):
+        advice.append(f"set {sleep}" + ("" if beside + share * total <= total else f" with {offload}"))
+    what = f"needs {held / GIB:.1f} GiB of them while it learns, when vLLM keeps its share (while_learning = stay)"
     raise ConfigError(
-        f"sampler.vllm takes {section.gpu_memory_utilization:.0%} of the {total / GIB:.1f} GiB of {device}, and the "
-        f"trainer holds {held / GIB:.1f} GiB of them while vLLM samples: {advice}"
-        "train adapters (model.lora.rank), or choose a smaller model or a larger device"
+        f"sampler.vllm takes {share:.0%} of the {total / GIB:.1f} GiB of {device}, and the trainer "
+        f"{what if stays else f'holds {held / GIB:.1f} GiB of them while vLLM samples'}: "
+        f"{', '.join([*advice, 'train adapters (model.lora.rank)'])}, or choose a smaller model or a larger device"
     )

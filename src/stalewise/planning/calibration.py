@@ -37,6 +37,7 @@ NEWER = [
     ("objective", "reward_weights"),
     ("objective", "overlong_tokens"),
     ("objective", "overlong_penalty"),
+    ("objective", "policy_temperature"),
 ]
 PIECES = 16  # of each weights file that the fingerprint reads; training changes all of them
 PIECE_BYTES = 1 << 16

@@ -45,7 +45,7 @@ class Execution:
     ) -> None:
         self.model, self.config, self.parallel = model, config, parallel
         self.device, self.precision = device, precision
-        self.kernels = kernels_for(device, measure_logit_map(model))
+        self.kernels = kernels_for(device, measure_logit_map(model).at(config.objective.policy_temperature))
         if config.learner.gradient_checkpointing:
             recompute_activations(model)
         parallel.place(model, device)

@@ -40,6 +40,10 @@ class LogitMap:
         scaled = product if self.scale == 1 else product * self.scale
         return (scaled / self.cap).tanh() * self.cap if self.cap else scaled
 
+    def at(self, temperature: float) -> LogitMap:
+        """The map to logits that are divided by the temperature."""
+        return LogitMap(self.scale / temperature, self.cap / temperature)
+
     def slope(self, logits: Tensor) -> Tensor | float:
         """The derivative at the product that gave these logits."""
         return self.scale * (1 - (logits / self.cap).square()) if self.cap else self.scale

@@ -84,7 +84,9 @@ class Reference:
 
     def column(self, batch: str) -> TokenColumn:
         """The column of a generation batch, complete or not."""
-        return TokenColumn(self.run / "columns" / "reference" / batch, self.key)
+        temperature = self.section.policy_temperature
+        key = self.key if temperature == 1 else f"{self.key} at {temperature:g}"
+        return TokenColumn(self.run / "columns" / "reference" / batch, key)
 
     def compute(self, batch: Batch, column: TokenColumn, shards: Sequence[ShardManifest], tokens: int) -> int:
         """Compute the column of `shards` where it is missing, with this many tokens a micro-batch; returns the tokens.
@@ -98,7 +100,7 @@ class Reference:
             if policy is None:
                 if self.name == "initial":
                     read_state(self.path)  # compares its files with their checksums
-                policy = LoadedReference(self.path, self.model, tokens)
+                policy = LoadedReference(self.path, self.model, tokens, self.section.policy_temperature)
             column.write(shard, policy.logp(batch.rows_of(shard)))
             total += shard.tokens
         return total
@@ -107,11 +109,11 @@ class Reference:
 class LoadedReference:
     """The reference on its device, for forward passes as in the trainer but without a gradient."""
 
-    def __init__(self, path: Path, model: ModelSection, token_budget: int) -> None:
+    def __init__(self, path: Path, model: ModelSection, token_budget: int, temperature: float = 1.0) -> None:
         self.path, self.device = path, pick_device(model.device)
         self.precision = pick_precision(model.precision, self.device)
         self.model = load_model(str(path), device=self.device, dtype=pick_weights_dtype(model.precision))
-        self.kernels = kernels_for(self.device, measure_logit_map(self.model))
+        self.kernels = kernels_for(self.device, measure_logit_map(self.model).at(temperature))
         is_packed = supports_packing(self.model, self.precision)
         if is_packed:
             self.model.set_attn_implementation(PACKED)

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from stalewise.config.run import load_config, make_config, parse_override, stages_warning, write_resolved
+from stalewise.config.run import (
+    load_config,
+    make_config,
+    parse_override,
+    stages_warning,
+    temperature_warning,
+    write_resolved,
+)
 from stalewise.errors import ConfigError
 from stalewise.store.atomic import read_json
 from stalewise.tasks import TASKS
@@ -107,6 +114,11 @@ def test_stages_that_do_not_divide_the_updates_are_a_warning() -> None:
         "4 updates make 2 stages of up to 2 updates, not schedule.stages = 3"
     )
     assert [warning(updates=7, stages=2), warning(updates=5), warning(updates=8, stages=4)] == ["", "", ""]
+
+
+def test_another_temperature_of_training_than_of_sampling_is_a_warning() -> None:
+    assert "set objective.policy_temperature = 0.6, as TRL and verl do" in temperature_warning(0.6, 1.0)
+    assert [temperature_warning(1.0, 1.0), temperature_warning(0.6, 0.6)] == ["", ""]
 
 
 def test_all_mistakes_are_named_at_once() -> None:

@@ -48,7 +48,8 @@ def a_run(directory: Path, runs: Path, **changes: Any) -> RunConfig:
 
 
 def test_a_run_records_how_far_it_is_from_plain_passes(runs: Path) -> None:
-    run(make_config(tiny_record(runs, model={"check": "refuse"})))
+    hot = {"sampler": {"temperature": 1.5}, "objective": {"policy_temperature": 1.5}}  # it compares at 1
+    run(make_config(tiny_record(runs, model={"check": "refuse"}, **hot)))
     journal = [json.loads(line) for line in (runs / "tiny" / "journal.jsonl").read_text().splitlines()]
     (found,) = [record["found"] for record in journal if record.get("reason") == "check"]
     assert found.startswith("decoding with a growing cache differs by up to ")
@@ -162,6 +163,7 @@ FAR = {"mismatch_mean": 0.05, "mismatch_max": 0.3}
         ({"model": {"precision": "bfloat16"}}, FAR, False),
         ({"model": {"precision": "bfloat16"}}, {"mismatch_mean": 0.3, "mismatch_max": 0.4}, True),
         ({"sampler": {"temperature": 1.2}}, FAR, False),  # another distribution was asked for
+        ({"sampler": {"temperature": 1.2}, "objective": {"policy_temperature": 1.2}}, FAR, True),  # the same one again
         ({"sampler": {"weights": "int8"}}, FAR, False),
         ({"model": {"check": "off"}}, FAR, False),
     ],

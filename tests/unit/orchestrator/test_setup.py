@@ -126,6 +126,55 @@ def test_a_learner_and_vllm_that_do_not_fit_on_one_gpu_are_refused(runs: Path, m
     check_vllm_room(make_config(tiny_record(runs)), policy)
 
 
+def test_what_learning_needs_must_fit_beside_a_vllm_that_stays(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer of 25 GB that takes 38 more while it learns, on 150 GB: 63 are .42 of them, and 25 are .17."""
+    policy, gigabyte = str(EMBEDDED / "arithmetic"), 10**9
+    made = module.estimate(make_config(tiny_record(runs, sampler={"engine": "vllm"})), policy)
+    assert made is not None
+    sizes = {"certain": {"weights": 25 * gigabyte}, "learning": {"activations": 38 * gigabyte}, "sampling": {}}
+    needed = replace(made, shape=replace(made.shape, parameters=1_500_000_000), **sizes)
+    monkeypatch.setattr(module, "pick_device", lambda device: torch.device("cuda:0"))
+    total = [150 * gigabyte]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, total[0]))
+
+    def estimated(config: RunConfig, source: str, *, alone: bool) -> MemoryEstimate:
+        may_wait = 25 * gigabyte if alone else 0
+        return replace(needed, may_wait=may_wait, waits=may_wait if config.learner.offload == "always" else 0)
+
+    monkeypatch.setattr(module, "estimate", estimated)
+
+    def check(share: float, stays: str = "stay", world: int = 1, **learner: str) -> None:
+        section = {"gpu_memory_utilization": share, "while_learning": stays}
+        sampler = {"engine": "vllm", "vllm": section}
+        check_vllm_room(make_config(tiny_record(runs, sampler=sampler, learner=learner)), policy, world)
+
+    check(0.58)
+    check(0.8, "sleep")
+    check(0.8, "drop")
+    check(0.8, "close")
+    small = "set sampler.vllm.gpu_memory_utilization to 0.58 or less, "
+    asleep = 'set sampler.vllm.while_learning = "sleep"'
+    with pytest.raises(ConfigError) as refused:
+        check(0.8)
+    assert str(refused.value) == (
+        "sampler.vllm takes 80% of the 139.7 GiB of cuda:0, and the trainer needs 58.7 GiB of them while it learns, "
+        f"when vLLM keeps its share (while_learning = stay): {small}{asleep}, train adapters (model.lora.rank), or "
+        "choose a smaller model or a larger device"
+    )
+    with pytest.raises(ConfigError, match=r"58.7 GiB .* or less, set sampler.vllm.while_learning = .sleep., train"):
+        check(0.8, offload="always")  # all of it is on the GPU while it learns
+    with pytest.raises(ConfigError, match=f"{small}{asleep} with learner.offload = .always., train adapters"):
+        check(0.9)  # 135 + 25 are more than 150
+    with pytest.raises(ConfigError, match=f"{small}train adapters"):
+        check(0.9, world=2)
+    total[0] = 64 * gigabyte  # of .01 vLLM cannot run
+    with pytest.raises(ConfigError, match=f": {asleep}, train adapters"):
+        check(0.5)
+    total[0] = 60 * gigabyte  # too little to learn without vLLM
+    with pytest.raises(ConfigError, match=": train adapters"):
+        check(0.5)
+
+
 @pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}])
 def test_version_0_has_weights_of_the_type_that_is_trained(lora: dict[str, Any], runs: Path) -> None:
     config = make_config(tiny_record(runs, model={"precision": "bfloat16-only", **lora}))

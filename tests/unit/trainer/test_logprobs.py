@@ -305,6 +305,16 @@ def test_gradients_of_scaled_and_capped_logits_are_those_of_autograd(logit_map: 
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("logit_map", [LogitMap(), LogitMap(0.3), LogitMap(3.0, 2.5)])
+def test_a_temperature_divides_the_logits(logit_map: LogitMap) -> None:
+    torch.manual_seed(0)
+    product, target = 3 * torch.randn(5, 30), torch.randint(30, (5,))
+    _, logp, _ = chunk_statistics(product, target, logit_map=logit_map.at(1.7))
+    expected = (logit_map(product) / 1.7).log_softmax(dim=1).gather(1, target.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(logp, expected)
+    assert logit_map.at(1.0) == logit_map
+
+
 def scaled_output(model: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The model with its logits changed."""
     forward = model.forward

@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from callbacks import Listener
+from stalewise.api import run
+from stalewise.config import make_config
+from stalewise.store.json_lines import read_jsonl
 from stalewise.trainer.pending_update import _prefetch, prefetch
 from stalewise.trainer.trainer import Trainer
+from tiny import tiny_record
 from trainer_inputs import (
     CPU,
     POLICY,
@@ -31,6 +37,22 @@ def test_the_mismatch_of_the_engines_is_that_of_fresh_rollouts() -> None:
     first, second = trainer.update(rows), trainer.update(rows)
     assert 0 < first["mismatch_mean"] <= first["mismatch_max"] < 1e-4
     assert math.isnan(second["mismatch_mean"]) and second["log_ratio_mean_abs"] > first["mismatch_mean"]
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.3])
+def test_a_policy_trained_at_the_temperature_of_its_sampler_has_ratios_of_one(tmp_path: Path, kl: float) -> None:
+    first: list[dict[str, float]] = []
+    for trained in (1.0, 1.3):
+        objective = {"policy_temperature": trained, "kl": kl, "entropy_bonus": 0.01}
+        record = tiny_record(tmp_path, f"at-{trained}", sampler={"temperature": 1.3}, objective=objective)
+        made, listener = make_config(record), Listener()
+        run(made, listener)
+        assert ("ratios differ from 1" in "".join(listener.said)) == (trained == 1.0)
+        first.append(read_jsonl(made.directory / "metrics.jsonl")[0])
+    assert first[0]["mismatch_mean"] > 0.05 and first[1]["mismatch_mean"] < 1e-5
+    assert first[1]["entropy"] > first[0]["entropy"]
+    if kl:  # the reference is taken at the same temperature as the policy that begins at it
+        assert first[0]["kl_reference"] == first[1]["kl_reference"] == 0.0
 
 
 def test_one_is_made_ahead_and_no_more() -> None:
