@@ -98,7 +98,8 @@ def _main(arguments: argparse.Namespace) -> int:
     chosen = load_experiments(root, [] if arguments.names in ([], ["all"]) else arguments.names, smoke=arguments.smoke)
     if arguments.kept is not None:
         take_kept(arguments.kept, arguments.out)
-        take_results(chosen, arguments.setting, arguments.kept, arguments.out)
+        taken = take_results(chosen, arguments.setting, arguments.kept, arguments.out)
+        _log(f"{taken} jobs of results in {arguments.kept} are taken over")
     if arguments.plan:
         print("\n".join(describe_plan(chosen, arguments.setting, kept_results(arguments.out))))
         return 0

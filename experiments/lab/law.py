@@ -12,7 +12,7 @@ from experiments.lab.statistics import Difference, by_cluster, fit_probit, paire
 from scipy.special import log_ndtr
 
 OLDEST = {"µ=1": 0, "µ=1, lag 8": 8, "µ=8, lag 1": 15, "µ=8, lag 4": 39}  # the worst age of a rollout, S
-OLDEST |= {"µ=4": 3, "µ=4, lag 3": 15}  # on GSM8K
+OLDEST |= {"µ=4": 3, "µ=4, lag 3": 15}  # with SmolLM2
 RESAMPLES = 200
 NEWTON_STEPS, PRIOR = 12, 1e-3
 

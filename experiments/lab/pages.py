@@ -20,6 +20,7 @@ from stalewise.errors import ConfigError, nearest
 from stalewise.store.atomic import write_atomic
 
 PAGE = "README.md"
+LEAST_P = 1e-6  # that is printed
 TIMED = "[on an H200](benchmarks.md#gsm8k-against-trl-with-vllm)"
 BENCHMARK = "../../docs/benchmarks.md#gsm8k-against-trl-with-vllm"
 COMMAND = "python -m experiments.lab"
@@ -56,12 +57,12 @@ class Judged:
     finding: Finding
     verdict: str
     p: float
-    seeds: int = 0
+    seeds: tuple[int, int] = 0, 0  # of the arms with fewest and most
 
 
 def found(experiments: Sequence[Experiment]) -> dict[tuple[str, str], Judged]:
     """By experiment and setting, where there are results of this design; `real` also from the benchmark on GSM8K."""
-    known: dict[str, dict[str, tuple[Results | None, Finding, int]]] = {}
+    known: dict[str, dict[str, tuple[Results | None, Finding, tuple[int, int]]]] = {}
     benchmark = benchmark_findings(experiments[0].directory.parents[1]) if experiments else {}
     for experiment in experiments:
         for setting in experiment.settings:
@@ -71,10 +72,12 @@ def found(experiments: Sequence[Experiment]) -> dict[tuple[str, str], Judged]:
             results = read_results(experiment.directory / results_name(setting))
             if results is not None:
                 finding = rules()[rule](results)
-                seeds = max((len(arm.runs) for arm in results.arms), default=0)
+                counts = [len(arm.runs) for arm in results.arms] or [0]
+                seeds = min(counts), max(counts)
                 known.setdefault(setting, {})[experiment.name] = (results, finding, seeds)
         if experiment.table.verdict in benchmark:
-            known.setdefault("real", {})[experiment.name] = (None, *benchmark[experiment.table.verdict])
+            finding, fewest = benchmark[experiment.table.verdict]
+            known.setdefault("real", {})[experiment.name] = (None, finding, (fewest, fewest))
     made: dict[tuple[str, str], Judged] = {}
     for setting, by_name in known.items():
         planned = sum(setting in settings_of(experiment) for experiment in experiments)
@@ -156,7 +159,7 @@ def page(experiment: Experiment, made: Mapping[str, Judged], drawn: Mapping[str,
         lines += ["```sh", f"{COMMAND} {experiment.name} --setting {setting}", "```", ""]
         lines += [f"**Rule.** {rule_in_words(own)}", ""] if own else []
         lines += [UNTUNED, ""] if setting == "real" and not one.results.tuning else []
-        p = f" (p = {one.p:.2g} after Holm)" if one.verdict != UNKNOWN else ""
+        p = f" (p {with_sign(one.p)} after Holm)" if one.verdict != UNKNOWN else ""
         lines += [f"**Verdict: {one.verdict}**{p}. {one.finding.ours}.", "", describe_runs(one.results), ""]
         lines += [f"- {line}" for line in one.finding.lines]
         lines += [""] if one.finding.lines else []
@@ -185,7 +188,7 @@ def benchmark_section(rule: str, one: Judged) -> list[str]:
         "",
         f"**Rule.** {text}",
         "",
-        f"**Verdict: {one.verdict}** (p = {one.p:.2g} after Holm). {one.finding.ours}.",
+        f"**Verdict: {one.verdict}** (p {with_sign(one.p)} after Holm). {one.finding.ours}.",
     ]
     return [*lines, "", *(f"- {line}" for line in one.finding.lines), ""]
 
@@ -196,8 +199,12 @@ def rule_in_words(name: str) -> str:
 
 
 def describe_runs(results: Results) -> str:
-    """Number of jobs and what they took, as text."""
-    return f"{results.record['done']} of {results.record['planned']} jobs done, {time_of(results)}."
+    """Number of jobs and what they took, as text; and whether runs with a real model began with different policies."""
+    text = f"{results.record['done']} of {results.record['planned']} jobs done, {time_of(results)}."
+    runs = [run for arm in results.arms for run in arm.runs.values() if results.record["setting"] == "real"]
+    starts = sorted({run["evaluations"]["accuracy"][0] for run in runs if "evaluations" in run})
+    many = ", ".join(map(str, starts))
+    return text + (f" **Runs begin with policies of different accuracy: {many}.**" if len(starts) > 1 else "")
 
 
 def time_of(results: Results) -> str:
@@ -210,9 +217,18 @@ def time_of(results: Results) -> str:
 
 
 def seeds_of(one: Judged) -> str:
-    """Number of judged seeds, and how many the power calculation asked for, where it was made."""
+    """Number of judged seeds, how many the power calculation asked for, where it was made, and what is left to do."""
+    fewest, most = one.seeds
     asked = one.results.tuning.get("seeds_asked") if one.results else None
-    return f"{one.seeds} seeds" + ("" if asked is None else f" ({asked} asked for)")
+    count = f"{most}" if fewest == most else f"{fewest} to {most}"
+    words = f"{count} seeds" + ("" if asked is None else f" ({asked} asked for)")
+    done, planned = (one.results.record["done"], one.results.record["planned"]) if one.results else (0, 0)
+    return words + (f", {done} of {planned} jobs" if done < planned else "")
+
+
+def with_sign(p: float) -> str:
+    """A p-value after its sign; how small the smallest are rests on scores being normal."""
+    return f"= {p:.2g}" if p >= LEAST_P else "< 1e-6"
 
 
 def arm_table(results: Results) -> list[str]:
@@ -284,7 +300,12 @@ def results_table(experiments: Sequence[Experiment]) -> str | None:
             cells = [f"{setting}: –", "not run yet", "–", "–"]
             if one is not None:
                 time = f"{seeds_of(one)}, {time_of(one.results) if one.results else TIMED}"
-                cells = [f"{setting}: {one.finding.ours}", f"**{one.verdict}**", f"{one.p:.2g}", time]
+                cells = [
+                    f"{setting}: {one.finding.ours}",
+                    f"**{one.verdict}**",
+                    with_sign(one.p).removeprefix("= "),
+                    time,
+                ]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in [*about, *cells]) + " |")
             about = [""] * 3
     for experiment in experiments:

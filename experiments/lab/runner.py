@@ -63,8 +63,12 @@ def take_kept(source: Path, out: Path) -> None:
             write_json_atomic(kept_path(out, path.stem), result)
 
 
-def take_results(experiments: Sequence[Experiment], setting: str, root: Path, out: Path) -> None:
-    """Take over the jobs of results files. Jobs whose settings have changed since have other keys and run again."""
+def take_results(experiments: Sequence[Experiment], setting: str, root: Path, out: Path) -> int:
+    """Take over the jobs of results files; returns how many. Earlier files do not name their jobs.
+
+    Jobs whose settings have changed since have other keys and run again.
+    """
+    taken = 0
     for experiment in experiments:
         found = read_results(root / experiment.name / results_name(setting))
         trials = {} if found is None else found.tuning.get("trials", {})
@@ -72,6 +76,8 @@ def take_results(experiments: Sequence[Experiment], setting: str, root: Path, ou
         for key, result in (*trials.items(), *((run.get("key"), run) for run in runs)):
             if key and not kept_path(out, key).is_file():
                 write_json_atomic(kept_path(out, key), {name: part for name, part in result.items() if name != "key"})
+                taken += 1
+    return taken
 
 
 def run_experiments(

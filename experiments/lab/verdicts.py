@@ -76,8 +76,9 @@ def _less(one: ArmResult, other: ArmResult) -> Difference:
     return welch(other.scores, one.scores)
 
 
-def _told(one: ArmResult, other: ArmResult) -> str:
-    gap = _less(one, other)
+def _told(one: ArmResult, other: ArmResult, gap: Difference | None = None) -> str:
+    """Both arms and their difference, `gap`; by default Welch's."""
+    gap = gap or _less(one, other)
     return (
         f"{one.name} (η {one.rate:g}) {one.mean}, {other.name} (η {other.rate:g}) {other.mean}: {gap}; "
         f"a difference of {smallest_found(gap):.3f} would be found"
@@ -317,7 +318,7 @@ def _two_anchors(results: Results, bound_of: Callable[[ArmResult], float], less:
             )
             above += [gap.p_above()] if temperature == "1.2" else []
             told.append(f"{method} {gap} at {temperature}")
-            lines.append(f"{_told(two, one)}. Collapsed: {_counts([one, two])}.")
+            lines.append(f"{_told(two, one, gap)}. Collapsed: {_counts([one, two])}.")
     lines.append(
         f"The control, a tight clip: {', '.join(f'{a.name} {a.mean}' for a in results.where(method='tight clip'))}."
     )

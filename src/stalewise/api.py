@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from stalewise.config import RunConfig, load_config
+from stalewise.config.run import temperature_warning
 from stalewise.config.run_directory import RunResult, is_started, read_config, read_config_at
 from stalewise.distributed import Ranks
 from stalewise.errors import ConfigError, StoreError, TaskError
@@ -76,6 +77,8 @@ def run(
     def train(ranks: Ranks, progress: ProgressCallback) -> RunResult:
         check_objective(checked.objective, checked.batch.without_variance)  # before anything is loaded
         resolved = resolve_settings(checked, progress.log)
+        if warning := temperature_warning(resolved.sampler.temperature, resolved.objective.policy_temperature):
+            progress.log(warning)  # also of a fork that changes one of the two
         if (say_plan or resolved.plan.strict) and not is_started(resolved.directory):
             plan = plan_for_training(resolved)  # raises where plan.strict is set and the run is not known to be safe
             for line in plan.lines if say_plan else ():

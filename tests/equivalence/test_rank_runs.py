@@ -277,7 +277,8 @@ def reference_part(rank: int, run: str, column: str, where: str) -> None:
 
 
 def test_ranks_compute_parts_of_a_reference_column_to_the_same_bits(tmp_path: Path) -> None:
-    changes = {"objective": {"kl": 0.1}, "sampler": {"rollouts_per_shard": 16}, "schedule": {"updates": 2, "stages": 1}}
+    objective = {"kl": 0.1, "policy_temperature": 1.3}
+    changes = {"objective": objective, "sampler": {"rollouts_per_shard": 16}, "schedule": {"updates": 2, "stages": 1}}
     called_json("train", config_in(tmp_path, "one", **changes, checkpoints={"every": 9}))
     run, column, where = tmp_path / "one", tmp_path / "column", tmp_path / "shards.json"
     assert finish(start(2, reference_part, str(run), str(column), str(where))) == [0, 0]

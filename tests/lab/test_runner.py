@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from experiments.lab import run_job, worker
+from experiments.lab import raw_logprobs, run_job, worker
 from experiments.lab.__main__ import UNFINISHED, main
 from experiments.lab.definition import Job, load_experiments
 from experiments.lab.downsample import downsampled
@@ -393,13 +393,16 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- measuring
 
 
-def test_raw_log_probabilities_are_those_before_temperature() -> None:
+@pytest.mark.parametrize("tokens", [20, 8192])  # of a pass: one sequence, or all
+def test_raw_log_probabilities_are_those_before_temperature(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    monkeypatch.setattr(raw_logprobs, "TOKENS", tokens)
     given = {"max_new_tokens": 6, "device": torch.device("cpu"), "dtype": torch.float32}
     hot = SamplerSettings(temperature=1.5)
     raw, tempered = RawLogprobs(hot, **given), HFSampler(hot, **given)
     for sampler in (raw, tempered):
         sampler.load(EMBEDDED / "arithmetic")
-    requests = [Request(raw.tokenizer("47+38=")["input_ids"], seed=seed) for seed in range(4)]
+    texts = ("47+38=", "1+2=", "47+38=", "12+38=")
+    requests = [Request(raw.tokenizer(text)["input_ids"], seed=seed) for seed, text in enumerate(texts)]
     for request, ours, theirs in zip(requests, raw.sample(requests), tempered.sample(requests), strict=True):
         assert np.array_equal(ours.token_ids, theirs.token_ids)  # the same distribution is sampled from
         logits_NV = plain_logits(raw._model, request.prompt_ids, ours.token_ids.tolist())

@@ -14,7 +14,7 @@ from experiments.lab import verdicts
 from experiments.lab.definition import load_experiments
 from experiments.lab.figures import figures
 from experiments.lab.law import resampled_exponents
-from experiments.lab.pages import Judged, page
+from experiments.lab.pages import Judged, describe_runs, page, seeds_of, with_sign
 from experiments.lab.results import FORMAT, Results
 from experiments.lab.verdicts import Finding, judge, rules
 
@@ -286,7 +286,25 @@ def test_figures_and_page_follow_from_results(rule: str) -> None:
         assert "nan" not in text
     judged = Judged(made, finding, *judge({rule: finding})[rule])
     text = page(experiment, {"lab": judged}, {"lab": [f"lab{end}.svg" for end in drawn]})
-    assert "**Verdict: shown** (p = " in text and "![" in text
+    assert "**Verdict: shown** (p " in text and "![" in text
     assert text.index("Rule, stated before these runs") < text.index("![")
     assert "asks for 3 seeds of each arm; 6 are planned" in text and "widened by 1 steps" in text
     assert not math.isnan(judged.p) and "nan" not in text
+
+
+def test_a_page_tells_what_is_left_and_runs_that_began_with_another_policy() -> None:
+    def made(starts: list[float], done: int) -> Results:
+        runs = {
+            str(seed): {"ended": "", "evaluations": {"accuracy": [start, 0.9]}} for seed, start in enumerate(starts)
+        }
+        arms = [{"name": "one", "kind": "train", "axes": {}, "rate": 1.0, "seeds": runs}]
+        head = {"format": FORMAT, "setting": "real", "machine": [{"workers": 2}], "wall_seconds": 9, "cpu_seconds": 9}
+        return Results({**head, "tuning": {}, "arms": arms, "done": done, "planned": 4})
+
+    finding = Finding(0.5, 0.5, "")
+    whole, part = made([0.25] * 4, 4), made([0.25, 0.25, 0.27], 3)
+    assert seeds_of(Judged(whole, finding, "not shown", 1.0, (4, 4))) == "4 seeds"
+    assert seeds_of(Judged(part, finding, "not shown", 1.0, (2, 3))) == "2 to 3 seeds, 3 of 4 jobs"
+    assert "different accuracy" not in describe_runs(whole)
+    assert describe_runs(part).endswith("**Runs begin with policies of different accuracy: 0.25, 0.27.**")
+    assert [with_sign(p) for p in (0.0421, 3e-9)] == ["= 0.042", "< 1e-6"]

@@ -65,6 +65,27 @@ def test_a_policy_that_is_good_enough_is_written_as_it_is(policy: Path) -> None:
     assert load_tokenizer(str(policy.parent / "made")).chat_template
 
 
+class Answers:
+    """Answers the first questions rightly and the others with a number that no sum has."""
+
+    def __init__(self, right: int, tokenizer: Any, task: Any) -> None:
+        texts = [prompt.answer if place < right else "999" for place, prompt in enumerate(task.prompts(0, 4))]
+        self.ids = [tokenizer(f"={text:0>3}")["input_ids"] for text in texts]
+
+    def eval(self) -> None:
+        pass
+
+    def generate(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        return torch.cat([input_ids, torch.tensor(self.ids)], dim=1)
+
+
+@pytest.mark.parametrize("right", [0, 1, 4])
+def test_accuracy_is_the_share_of_right_answers(policy: Path, right: int) -> None:
+    tokenizer, task = load_tokenizer(str(policy)), make_task(warm_start.TASK, seed=0, **warm_start.OPTIONS)
+    answers = Answers(right, tokenizer, task)
+    assert warm_start._sampled_accuracy(answers, tokenizer, task, CPU) == right / 4
+
+
 def test_only_sums_are_worked_out() -> None:
     with pytest.raises(TaskError, match="is not a sum of two numbers"):
         warm_start.worked_out("What is 7*8?")

@@ -337,14 +337,14 @@ def temperature_warning(sampled: float, trained: float) -> str:
     """A warning if the policy is trained at another temperature than it is sampled at; otherwise an empty string.
 
     >>> temperature_warning(1.2, 1.0).partition(":")[0]
-    'sampler.temperature is 1.2 and objective.policy_temperature 1'
+    'rollouts are sampled at temperature 1.2 and the policy is trained at 1'
     """
     if sampled == trained:
         return ""
-    setting = "objective.policy_temperature"
     return (
-        f"sampler.temperature is {sampled:g} and {setting} {trained:g}: ratios differ from 1 even on fresh rollouts, "
-        f"which can ruin a run (docs/engines.md): set {setting} = {sampled:g}, as TRL and verl do"
+        f"rollouts are sampled at temperature {sampled:g} and the policy is trained at {trained:g}: ratios differ from "
+        "1 even on fresh rollouts, which can ruin a run (docs/engines.md): set objective.policy_temperature = "
+        f"{sampled:g}, as TRL and verl do"
     )
 
 

@@ -259,7 +259,7 @@ class SamplerSection(Section):
         default="hf", description="Engine: hf (in this process), vllm, server, or auto: the faster of hf and vllm."
     )
     temperature: float = Field(
-        default=1.0, gt=0, description="Sampling temperature; that of training: objective.policy_temperature."
+        default=1.0, gt=0, description="Sampling temperature; training has objective.policy_temperature."
     )
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="Nucleus sampling: keep tokens of this total probability."
@@ -307,7 +307,9 @@ class ObjectiveSection(Section):
         default="auto", description="Baseline and scale of advantages; auto: what the objective prescribes."
     )
     policy_temperature: float = Field(
-        default=1.0, gt=0, description="Train the policy at this temperature; TRL and verl take that of sampling."
+        default=1.0,
+        gt=0,
+        description="Divide logits by this in training; TRL and verl: by sampler.temperature.",
     )
     truncated: Literal["keep", "zero", "mask"] = Field(
         default="keep", description="Truncated responses: train as usual, set advantage to 0, or leave out of the loss."

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from stalewise import store
 from stalewise.config import RunConfig, ScheduleSection, make_config
+from stalewise.config.run import temperature_warning
 from stalewise.config.run_directory import RESOLVED, is_started, read_config, run_nearby
 from stalewise.config.sections import ModelSection
 from stalewise.errors import ConfigError, ModelError, StoreError
@@ -212,6 +213,9 @@ def plan_sources(
         raise ConfigError(
             f"batch.prompts is {config.batch.prompts}, more than the groups{kind}{left} of any batch: lower it"
         )
+    for sampled in sorted({one.temperature for source in sources for one in source.manifest.samplers}):
+        if warning := temperature_warning(sampled, config.objective.policy_temperature):
+            log(warning)
     if rewards != FIRST:
         log(f"learning from the rewards {rewards!r}")
     if total < possible:

@@ -13,7 +13,7 @@ import torch
 
 from stalewise import store
 from stalewise.config import RunConfig, make_config
-from stalewise.config.run import held_out_warning, stages_warning, temperature_warning
+from stalewise.config.run import held_out_warning, stages_warning
 from stalewise.config.run_directory import (
     LIMITS_FILE,
     LIMITS_FORMAT,
@@ -123,10 +123,8 @@ def resolve_settings(config: RunConfig, log: Callable[[str], object] = lambda te
 
     A run that has begun keeps both, whatever was calibrated or installed since.
     """
-    if not is_started(config.directory):
-        hot = temperature_warning(config.sampler.temperature, config.objective.policy_temperature)
-        for warning in filter(None, (stages_warning(config.schedule), hot)):
-            log(warning)
+    if not is_started(config.directory) and (warning := stages_warning(config.schedule)):
+        log(warning)
     if config.sampler.engine == "auto":
         source = resolve_model(config.model.path, config.task.name)
         engine, why = engine_of_run(config.directory, config.sampler, config.model, config.schedule, source)

@@ -54,13 +54,14 @@ def check_reference(section: ObjectiveSection, model: ModelSection, task: str, o
 
 
 class Reference:
-    """The reference policy of a run; `path` is its directory, `key` identifies its weights."""
+    """The reference policy of a run; `path` is its directory, `key` identifies its log-probabilities."""
 
     def __init__(self, section: ObjectiveSection, model: ModelSection, task: str, run: Path) -> None:
         """Find the reference; if it is version 0, the run directory must hold it."""
         self.section, self.model, self.task, self.run, self.name = section, model, task, run, section.reference
         self.path = Path(reference_path(section, model, task) or checkpoint_directory(run, 0))
-        self.key = self._check_key()
+        weights, temperature = self._check_key(), section.policy_temperature
+        self.key = weights if temperature == 1 else f"{weights} at {temperature:g}"
 
     def _check_key(self) -> str:
         """Identify the weights, and refuse them if the run began with others."""
@@ -84,9 +85,7 @@ class Reference:
 
     def column(self, batch: str) -> TokenColumn:
         """The column of a generation batch, complete or not."""
-        temperature = self.section.policy_temperature
-        key = self.key if temperature == 1 else f"{self.key} at {temperature:g}"
-        return TokenColumn(self.run / "columns" / "reference" / batch, key)
+        return TokenColumn(self.run / "columns" / "reference" / batch, self.key)
 
     def compute(self, batch: Batch, column: TokenColumn, shards: Sequence[ShardManifest], tokens: int) -> int:
         """Compute the column of `shards` where it is missing, with this many tokens a micro-batch; returns the tokens.

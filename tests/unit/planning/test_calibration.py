@@ -74,6 +74,7 @@ ADDED: dict[str, tuple[Any, dict[str, Any], bool, bool]] = {
     "objective.entropy_bonus": (0.1, {}, True, True),
     "objective.reward_weights": ({"correct": 2.0}, {}, True, True),
     "objective.overlong_tokens": (2, {}, True, True),
+    "objective.policy_temperature": (1.2, {}, True, True),
     "objective.overlong_penalty": (0.5, {"objective.overlong_tokens": 2}, True, True),
     "optimizer.moments": ("int8", {}, True, True),
     "learner.offload": ("always", {}, False, False),

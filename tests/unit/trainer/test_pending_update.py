@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from callbacks import Listener
-from stalewise.api import run
+from stalewise.api import fork, learn, run
 from stalewise.config import make_config
 from stalewise.store.json_lines import read_jsonl
+from stalewise.trainer.micro_batch import micro_batches
 from stalewise.trainer.pending_update import _prefetch, prefetch
 from stalewise.trainer.trainer import Trainer
 from tiny import tiny_record
@@ -53,6 +56,33 @@ def test_a_policy_trained_at_the_temperature_of_its_sampler_has_ratios_of_one(tm
     assert first[1]["entropy"] > first[0]["entropy"]
     if kl:  # the reference is taken at the same temperature as the policy that begins at it
         assert first[0]["kl_reference"] == first[1]["kl_reference"] == 0.0
+
+
+def test_forks_and_learning_again_are_warned_by_the_temperature_of_their_rollouts(tmp_path: Path) -> None:
+    def told(call: Callable[[Listener], object]) -> list[str]:
+        call(listener := Listener())
+        return [line.partition(":")[0] for line in listener.said if "ratios differ from 1" in line]
+
+    plain = make_config(tiny_record(tmp_path, "plain"))
+    assert told(lambda listener: run(plain, listener)) == []
+    made = fork(plain.directory, at=2, settings={"sampler.temperature": 0.7}, name="cool")
+    different = ["rollouts are sampled at temperature 0.7 and the policy is trained at 1"]
+    assert told(lambda listener: run(made, listener)) == different
+    hot = tiny_record(tmp_path, "again", sampler={"temperature": 1.3}, objective={"policy_temperature": 1.3})
+    asked = make_config(hot)  # its own sampler is not used
+    different = ["rollouts are sampled at temperature 1 and the policy is trained at 1.3"]
+    assert told(lambda listener: learn(asked, [plain.directory], callback=listener)) == different
+
+
+def test_the_proximal_policy_has_the_same_temperature() -> None:
+    for temperature in (1.0, 1.3):
+        objective = {"name": "p3o_two_anchor", "policy_temperature": temperature}
+        trainer = Trainer(config(objective=objective), POLICY)
+        (part,) = micro_batches(rollouts(), trainer.execution.layout(10_000, 0), CPU)
+        trainer.execution.proximal = {name: weight.detach().clone() for weight, name in trainer.names.items()}
+        proximal = trainer.execution.proximal_logp(part)
+        assert proximal is not None
+        assert torch.allclose(proximal, trainer.execution.forward(part)[0], atol=1e-6)
 
 
 def test_one_is_made_ahead_and_no_more() -> None:

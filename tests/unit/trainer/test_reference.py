@@ -18,11 +18,14 @@ from stalewise.api import learn, run
 from stalewise.config import RunConfig, make_config
 from stalewise.config.sections import ModelSection, ObjectiveSection
 from stalewise.errors import ConfigError, ModelError, StalewiseError, StoreError
+from stalewise.models.loading import load_model
+from stalewise.models.plain_forward import plain_logits
 from stalewise.orchestrator.ranks import help_with_reference
 from stalewise.rollout.workers.worker import RunLocation, work
 from stalewise.store import batch_directories, open_batch
+from stalewise.store.columns import TokenColumn
 from stalewise.store.json_lines import read_jsonl
-from stalewise.trainer.reference import LoadedReference, check_reference
+from stalewise.trainer.reference import LoadedReference, Reference, check_reference
 from stalewise.trainer.trainer import Trainer
 from tiny import tiny_record
 from trainer_inputs import POLICY as STEPS
@@ -114,6 +117,29 @@ def test_learning_from_rollouts_of_another_run_computes_its_own_column(free: Run
     assert metric(config, "kl_reference")[0] > 1e-4
     names = {path.parent.name for path in (config.directory / "columns").rglob("*.parquet")}
     assert names == {"000-g000000-v000000", "001-g000001-v000002"}
+
+
+def test_values_at_another_temperature_count_as_missing(held: RunConfig, runs: Path) -> None:
+    reference, hot = (
+        Reference(section, held.model, held.task.name, held.directory)
+        for section in (held.objective, held.objective.model_copy(update={"policy_temperature": 1.3}))
+    )
+    batch = open_batch(held.directory / "rollouts" / "g000000-v000000")
+    shard = batch.manifest.shards[0]
+    there = reference.column("g000000-v000000")
+    assert there.has(shard) and not TokenColumn(there.directory, hot.key).has(shard)
+    column = TokenColumn(runs / "column", hot.key)
+    hot.compute(batch, column, [shard], 10_000)
+    values = [one.read(shard, 0, shard.response_tokens) for one in (there, column)]
+    rows, model = batch.rows_of(shard), load_model(str(reference.path), device=torch.device("cpu"))
+    for row in range(len(rows)):
+        of_prompt = slice(*rows.prompt_offsets[row : row + 2])
+        own = slice(*rows.response_offsets[row : row + 2])
+        response = rows.response_ids[own].tolist()
+        logits_NV = plain_logits(model, rows.prompt_ids[of_prompt].tolist(), response)
+        for temperature, found in zip((1.0, 1.3), values, strict=True):
+            logp_N = (logits_NV / temperature).log_softmax(1)[range(len(response)), response]
+            assert found[own] == pytest.approx(logp_N.numpy(), abs=1e-5)
 
 
 def test_a_worker_computes_columns_of_what_it_made(held: RunConfig, runs: Path) -> None:
