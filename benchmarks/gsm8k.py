@@ -59,6 +59,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is n
 from benchmarks.gsm8k_bench import jobs
 from benchmarks.gsm8k_bench.settings import ARMS, FILES, Settings, tuned_as
 
+from stalewise.errors import StalewiseError
+
 HERE = Path(__file__).resolve().parent
 SCRIPT = Path(__file__).resolve()
 
@@ -241,7 +243,10 @@ def main(given: list[str]) -> int:
     if arguments.verb == "convert":
         from benchmarks.gsm8k_bench.convert import convert
 
-        print(json.dumps(convert(arguments.source, arguments.directory)))
+        try:
+            print(json.dumps(convert(arguments.source, arguments.directory)))
+        except StalewiseError as error:
+            raise SystemExit(f"error: {error}") from None
     elif arguments.verb == "run":
         return 1 if jobs.run_job(job_of(arguments), SCRIPT).get("error") else 0
     elif arguments.verb == "plan":

@@ -97,9 +97,9 @@ def _main(arguments: argparse.Namespace) -> int:
     root, source = arguments.experiments or default_experiments(), arguments.source
     chosen = load_experiments(root, [] if arguments.names in ([], ["all"]) else arguments.names, smoke=arguments.smoke)
     if arguments.kept is not None:
-        take_kept(arguments.kept, arguments.out)
-        taken = take_results(chosen, arguments.setting, arguments.kept, arguments.out)
-        _log(f"{taken} jobs of results in {arguments.kept} are taken over")
+        taken = take_kept(arguments.kept, arguments.out)
+        taken += take_results(chosen, arguments.setting, arguments.kept, arguments.out)
+        _log(f"results of {taken} jobs are taken over from {arguments.kept}")
     if arguments.plan:
         print("\n".join(describe_plan(chosen, arguments.setting, kept_results(arguments.out))))
         return 0

@@ -20,7 +20,7 @@ from stalewise.errors import ConfigError, nearest
 from stalewise.store.atomic import write_atomic
 
 PAGE = "README.md"
-LEAST_P = 1e-6  # that is printed
+LEAST_P = "1e-6"  # that is printed
 TIMED = "[on an H200](benchmarks.md#gsm8k-against-trl-with-vllm)"
 BENCHMARK = "../../docs/benchmarks.md#gsm8k-against-trl-with-vllm"
 COMMAND = "python -m experiments.lab"
@@ -228,7 +228,7 @@ def seeds_of(one: Judged) -> str:
 
 def with_sign(p: float) -> str:
     """A p-value after its sign; how small the smallest are rests on scores being normal."""
-    return f"= {p:.2g}" if p >= LEAST_P else "< 1e-6"
+    return f"= {p:.2g}" if p >= float(LEAST_P) else f"< {LEAST_P}"
 
 
 def arm_table(results: Results) -> list[str]:

@@ -54,13 +54,16 @@ def kept_results(out: Path) -> Kept:
     return kept
 
 
-def take_kept(source: Path, out: Path) -> None:
-    """Take over the results of jobs that were done elsewhere."""
+def take_kept(source: Path, out: Path) -> int:
+    """Take over the results of jobs that were done elsewhere; returns how many."""
+    taken = 0
     for path in source.glob("*.json"):
         if not kept_path(out, path.stem).is_file():
             if not {"evaluations", "pass_at"} & {*(result := read_json(path))}:
                 raise ConfigError(f"--kept: {path} is no result of a job; name a directory OUT/kept")
             write_json_atomic(kept_path(out, path.stem), result)
+            taken += 1
+    return taken
 
 
 def take_results(experiments: Sequence[Experiment], setting: str, root: Path, out: Path) -> int:

@@ -2,10 +2,9 @@
 
     python -m experiments.lab.warm_start models/smollm2-sums
 
-Untrained, SmolLM2-135M gets one in fifty of these sums right when it samples, too few for reinforcement learning to
-begin with. Solutions are generated, only training questions are used, and training stops as soon as a quarter of the
-sampled answers are right, so most is left to be learned. Needs the model `smollm2` (docs/models.md) and takes about a
-minute on a GPU.
+As published, SmolLM2-135M samples 1.5% of these sums right, too few for reinforcement learning to begin with. Solutions
+are generated, only training questions are used, and training stops as soon as a quarter of the sampled answers are
+right, so most is left to be learned. Needs the model `smollm2` (docs/models.md); takes half a minute on an H200.
 """
 
 from __future__ import annotations

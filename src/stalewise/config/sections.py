@@ -259,7 +259,7 @@ class SamplerSection(Section):
         default="hf", description="Engine: hf (in this process), vllm, server, or auto: the faster of hf and vllm."
     )
     temperature: float = Field(
-        default=1.0, gt=0, description="Sampling temperature; training has objective.policy_temperature."
+        default=1.0, gt=0, description="Sampling temperature; for training see objective.policy_temperature."
     )
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="Nucleus sampling: keep tokens of this total probability."
@@ -309,7 +309,7 @@ class ObjectiveSection(Section):
     policy_temperature: float = Field(
         default=1.0,
         gt=0,
-        description="Divide logits by this in training; TRL and verl: by sampler.temperature.",
+        description="Temperature of the policy in training; TRL and verl use the sampling temperature.",
     )
     truncated: Literal["keep", "zero", "mask"] = Field(
         default="keep", description="Truncated responses: train as usual, set advantage to 0, or leave out of the loss."

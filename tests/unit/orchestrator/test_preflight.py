@@ -53,15 +53,17 @@ def test_what_depends_on_something_bad_is_skipped(runs: Path) -> None:
     assert checks["verifier"].status == "ok"  # it needs no model
 
 
-def test_too_few_held_out_prompts_are_a_warning(runs: Path, tmp_path: Path) -> None:
+def test_what_a_run_would_warn_of_is_a_warning(runs: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f'{{"problem": "{a}+{a}=", "answer": "{2 * a}"}}\n' for a in range(10, 30)))
     task = {"name": "jsonl", "options": {"path": str(path), "held_out": 0.1}}
-    record = tiny_record(runs, model={"path": "arithmetic"}, task=task, schedule={"updates": 10, "stages": 6})
+    more = {"schedule": {"updates": 10, "stages": 6}, "sampler": {"temperature": 0.7}}
+    record = tiny_record(runs, model={"path": "arithmetic"}, task=task, **more)
     checks = {check.name: check for check in examine(make_config(record))}
-    assert checks["task"].status == checks["schedule"].status == "warning"
+    assert {checks[name].status for name in ("task", "schedule", "temperature")} == {"warning"}
     assert "2 held out, though evaluation.prompts is 8: each training prompt is used 2.2 times" in checks["task"].detail
     assert "10 updates make 5 stages" in checks["schedule"].detail
+    assert "set objective.policy_temperature = 0.7" in checks["temperature"].detail
 
 
 def test_a_package_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

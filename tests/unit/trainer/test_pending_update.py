@@ -75,14 +75,16 @@ def test_forks_and_learning_again_are_warned_by_the_temperature_of_their_rollout
 
 
 def test_the_proximal_policy_has_the_same_temperature() -> None:
+    found: list[torch.Tensor] = []
     for temperature in (1.0, 1.3):
         objective = {"name": "p3o_two_anchor", "policy_temperature": temperature}
         trainer = Trainer(config(objective=objective), POLICY)
         (part,) = micro_batches(rollouts(), trainer.execution.layout(10_000, 0), CPU)
-        trainer.execution.proximal = {name: weight.detach().clone() for weight, name in trainer.names.items()}
-        proximal = trainer.execution.proximal_logp(part)
+        proximal = trainer.execution.proximal_logp(part)  # it begins at the policy
         assert proximal is not None
         assert torch.allclose(proximal, trainer.execution.forward(part)[0], atol=1e-6)
+        found.append(proximal)
+    assert (found[0] - found[1]).abs().max() > 0.1
 
 
 def test_one_is_made_ahead_and_no_more() -> None:
