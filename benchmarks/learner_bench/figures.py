@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from versus.figures import ModelShape, shared_prompt_flops
 
 Record = Mapping[str, Any]
 
@@ -100,6 +102,28 @@ def parts_of(text: str) -> list[Part]:
 # ---------------------------------------------------------------- the floor
 
 
+def operations_of(
+    shape: ModelShape, updates: Sequence[Sequence[tuple[int, Sequence[int]]]], *, is_frozen: bool
+) -> dict[str, float]:
+    """Operations of an update, the mean over updates: of all, of the output layer, of the body, and their forward passes.
+
+    `updates`: for each one its groups, as in `shared_prompt_flops`.
+    """
+    count = len(updates)
+    flops = sum(shared_prompt_flops(shape, groups, is_frozen=is_frozen) for groups in updates) / count
+    trained = sum(shared_prompt_flops(shape, groups) for groups in updates) / count
+    responses = sum(sum(lengths) for groups in updates for _, lengths in groups) / count
+    output_forward = 2.0 * shape.hidden * shape.vocabulary * responses
+    output = (2 if is_frozen else 3) * output_forward
+    return {
+        "flops": flops,
+        "output_flops": output,
+        "body_flops": flops - output,
+        "output_forward_flops": output_forward,
+        "body_forward_flops": trained / 3 - output_forward,
+    }
+
+
 def floor_seconds(record: Record) -> dict[str, float]:
     """Seconds of an update that nothing can avoid, on the measured rate of matrix products and of copies.
 
@@ -108,7 +132,7 @@ def floor_seconds(record: Record) -> dict[str, float]:
     reads the gradient; gradients are zeroed, summed and measured; weights are rounded.
     """
     rate, bandwidth = record["matmul_flops_per_second"], record["copy_bytes_per_second"]
-    again = record["body_flops"] / 3 * record["recomputes"] + record["output_flops"] / 3
+    again = record["body_forward_flops"] * record["recomputes"] + record["output_forward_flops"]
     step_bytes = (28 + 4 + 4 + 8 + 6) * record["trained_parameters"]
     passes = 12 * record["trained_parameters"] * record["micro_batches"]  # a gradient in bfloat16 is added to float32
     return {

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 from versus.clock import matmul_rate, model_shape, peak, reset_peak, set_up, synchronised
-from versus.figures import ModelShape, shared_prompt_flops
+from versus.figures import ModelShape
 from versus.ours import groups_of, learn, tokens_of
 from versus.profiling import begin_profile, keep_profile, traced
 
@@ -35,7 +35,7 @@ from stalewise.trainer import trainer as trainer_module
 from stalewise.trainer.lora import Adapters, new_config
 from stalewise.trainer.trainer import Trainer
 
-from .figures import ROLLOUTS, SHAPES, Part, by_group, floor_seconds
+from .figures import ROLLOUTS, SHAPES, Part, by_group, floor_seconds, operations_of
 
 LEFT_OVER = 1 << 28  # bytes on the device after a part: with more, the next one gets a process of its own
 
@@ -261,10 +261,8 @@ def _cycle(distinct: list[RolloutColumns], count: int) -> Iterable[RolloutColumn
 
 def _work_done(held: Trainer, timed: list[RolloutColumns], seconds: float, rates: dict[str, float]) -> dict[str, Any]:
     """Tokens and operations; recomputation does not count, and a shared prompt counts once."""
-    shape, count = ModelShape(**model_shape(held.model)), len(timed)
-    flops = sum(shared_prompt_flops(shape, groups_of(rows)) for rows in timed) / count
-    responses = sum(int(rows.response_lengths.sum()) for rows in timed) / count
-    output = 6.0 * shape.hidden * shape.vocabulary * responses
+    shape, count, is_frozen = ModelShape(**model_shape(held.model)), len(timed), held.config.model.trains_adapters
+    operations = operations_of(shape, [list(groups_of(rows)) for rows in timed], is_frozen=is_frozen)
     tokens = sum(map(tokens_of, timed))
     prepared = held.prepare(timed[0])
     return {
@@ -273,13 +271,11 @@ def _work_done(held: Trainer, timed: list[RolloutColumns], seconds: float, rates
         "tokens_through_the_model": sum(part.tokens for part in prepared.micro_batches),
         "padded_tokens": sum(part.padded_tokens for part in prepared.micro_batches),
         "micro_batches": len(prepared.micro_batches),
-        "flops": flops,
-        "output_flops": output,
-        "body_flops": flops - output,
+        **operations,
         "recomputes": held.config.learner.gradient_checkpointing,
         "trained_parameters": sum(weight.numel() for weight in held.names),
         **rates,
-        "mfu": flops / (seconds / count) / rates["matmul_flops_per_second"],
+        "mfu": operations["flops"] / (seconds / count) / rates["matmul_flops_per_second"],
     }
 
 

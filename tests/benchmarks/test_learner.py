@@ -11,6 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]  # no part of the package
 
+from versus.figures import ModelShape  # noqa: E402
+
 from benchmarks.learner_bench import figures  # noqa: E402
 
 
@@ -30,16 +32,28 @@ def test_the_floor_counts_products_recomputation_and_bytes() -> None:
         "matmul_flops_per_second": 100.0,
         "copy_bytes_per_second": 1000.0,
         "flops": 900.0,
-        "body_flops": 600.0,
-        "output_flops": 300.0,
+        "body_forward_flops": 200.0,
+        "output_forward_flops": 100.0,
         "recomputes": True,
         "trained_parameters": 10,
         "micro_batches": 2,
     }
-    # 900/100; a forward pass is a third: (200 + 100)/100; 50 bytes · 10/1000; 12 bytes · 10 · 2/1000.
+    # 900/100; a forward pass again: (200 + 100)/100; 50 bytes · 10/1000; 12 bytes · 10 · 2/1000.
     expected = {"products": 9.0, "recompute": 3.0, "step": 0.5, "gradients": 0.24}
     assert figures.floor_seconds(record) == pytest.approx(expected)
     assert figures.floor_seconds(record | {"recomputes": False})["recompute"] == pytest.approx(1.0)
+
+
+def test_frozen_weights_need_no_gradients() -> None:
+    # 3 + 2 tokens, 10 body parameters, as in test_versus.py: body 20 · 5 forward, output 2 · 4 · 7 · 2, attention 2 · 2 · 8 · 25.
+    shape = ModelShape(body_parameters=10, layers=2, attention_width=8, hidden=4, vocabulary=7)
+    trained = figures.operations_of(shape, [[(3, [2])], [(3, [2])]], is_frozen=False)
+    frozen = figures.operations_of(shape, [[(3, [2])], [(3, [2])]], is_frozen=True)
+    assert trained["body_forward_flops"] == frozen["body_forward_flops"] == 100 + 800
+    assert trained["output_forward_flops"] == frozen["output_forward_flops"] == 112
+    assert (trained["body_flops"], trained["output_flops"]) == (3 * 900, 3 * 112)
+    assert (frozen["body_flops"], frozen["output_flops"]) == (2 * 100 + 3 * 800, 2 * 112)
+    assert frozen["flops"] == frozen["body_flops"] + frozen["output_flops"]
 
 
 @pytest.mark.parametrize(
