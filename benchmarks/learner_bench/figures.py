@@ -105,7 +105,7 @@ def parts_of(text: str) -> list[Part]:
 def operations_of(
     shape: ModelShape, updates: Sequence[Sequence[tuple[int, Sequence[int]]]], *, is_frozen: bool
 ) -> dict[str, float]:
-    """Operations of an update, the mean over updates: of all, of the output layer, of the body, and their forward passes.
+    """Operations of an update, the mean over updates: of all, of output layer and body, and of their forward passes.
 
     `updates`: for each one its groups, as in `shared_prompt_flops`.
     """

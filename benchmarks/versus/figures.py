@@ -41,8 +41,8 @@ def shared_prompt_flops(
 ) -> float:
     """The same where the prompt of a group passes through the model once: (prompt length, its response lengths).
 
-    That is the least that has to be computed; a response's attention still reads the keys of its prompt. Frozen weights,
-    as those beneath adapters, need no gradients of their own: 4 operations per weight and token in place of 6.
+    That is the least that has to be computed; a response's attention still reads the keys of its prompt. Frozen
+    weights, as those beneath adapters, need no gradients of their own: 4 operations per weight and token, not 6.
     """
     total, each = 0.0, 4.0 if is_frozen else 6.0
     for prompt, responses in groups:

@@ -11,9 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]  # no part of the package
 
-from versus.figures import ModelShape  # noqa: E402
-
 from benchmarks.learner_bench import figures  # noqa: E402
+from versus.figures import ModelShape  # noqa: E402
 
 
 def test_a_pattern_stands_for_parts_once_each_in_order() -> None:
@@ -45,7 +44,7 @@ def test_the_floor_counts_products_recomputation_and_bytes() -> None:
 
 
 def test_frozen_weights_need_no_gradients() -> None:
-    # 3 + 2 tokens, 10 body parameters, as in test_versus.py: body 20 · 5 forward, output 2 · 4 · 7 · 2, attention 2 · 2 · 8 · 25.
+    # As in test_versus.py, forward: 3 + 2 tokens, body 2 · 10 · 5, output 2 · 4 · 7 · 2, attention 2 · 2 · 8 · 25.
     shape = ModelShape(body_parameters=10, layers=2, attention_width=8, hidden=4, vocabulary=7)
     trained = figures.operations_of(shape, [[(3, [2])], [(3, [2])]], is_frozen=False)
     frozen = figures.operations_of(shape, [[(3, [2])], [(3, [2])]], is_frozen=True)

@@ -45,9 +45,11 @@ from stalewise.orchestrator.rollout_source import (
 )
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.orchestrator.setup import (
+    TASK_FILES,
     adopt_changes,
     check_vllm_room,
     drift_limits,
+    log_changed_files,
     log_move,
     verify_before,
     write_first_checkpoint,
@@ -210,6 +212,7 @@ class Orchestrator:
         write_resolved(self.config, self.directory / "config.resolved.json")
         here = environment(device_name(self.config.model.device), torch.get_num_threads(), self.ranks.world)
         log_move(self.directory, here, self.callback.log)
+        here[TASK_FILES] = log_changed_files(self.config.task.options, self.run_log, self.callback.log)
         write_json_atomic(self.directory / "environment.json", here, sealed=True)
         self.guard.rollbacks.finish()
 

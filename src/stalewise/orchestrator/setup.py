@@ -40,9 +40,11 @@ from stalewise.store import atomic, checkpoints
 from stalewise.store.json_lines import truncate_jsonl
 from stalewise.store.records import LIMITS, read_record
 from stalewise.tasks import Task
+from stalewise.tasks.options import file_digests
 from stalewise.trainer.execution import check_trainable
 from stalewise.trainer.lora import save_first
 
+TASK_FILES = "task_files"  # in environment.json
 LEAST_ROOM = 0.05  # share of a GPU below which vLLM there is not advised
 SMALL_MODEL = 100_000_000  # parameters below which a learning rate may be large
 LARGE_RATE = 2e-5  # the default, for small models, is larger; the configs for models from 0.5B up have 1e-6 to 4e-6
@@ -101,6 +103,34 @@ def log_move(directory: Path, here: Mapping[str, Any], log: Callable[[str], obje
         now = _describe_device(here)
         if before != now:
             log(f"this run was on {before} and continues on {now}: from here on its numbers round differently")
+
+
+def log_changed_files(
+    options: Mapping[str, Any], run_log: RunLog, log: Callable[[str], object]
+) -> dict[str, dict[str, str]]:
+    """Digests of the files that the task's options name; tells and records which changed since the run last started."""
+    path, files = run_log.directory / "environment.json", file_digests(options)
+    if not is_started(run_log.directory) or not path.is_file():
+        return files
+    before: Mapping[str, Any] = {}
+    with contextlib.suppress(StoreError):  # a damaged file is about to be replaced
+        before = atomic.read_json(path).get(TASK_FILES, {})
+    # An option that names another file now was adopted as a change, or the run is a fork.
+    changed = {
+        name: (before[name]["sha256"], now["sha256"])
+        for name, now in files.items()
+        if name in before and before[name]["file"] == now["file"] and before[name]["sha256"] != now["sha256"]
+    }
+    if changed:
+        newest = checkpoints.versions(run_log.directory)[-1]
+        record = {f"content of task.options.{name}": list(digests) for name, digests in changed.items()}
+        run_log.log_event("config", 0.0, version=newest, changes=record)
+        named = " and ".join(f"{files[name]['file']} (task.options.{name})" for name in changed)
+        log(
+            f"{named} changed since this run last started: from here on its prompts and rewards come from the changed "
+            "file; to continue as it began, restore it"
+        )
+    return files
 
 
 def _describe_device(record: Mapping[str, Any]) -> str:

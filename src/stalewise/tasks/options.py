@@ -2,18 +2,32 @@
 
 An option of the wrong type is refused before anything is opened: `evaluation_path = 1` would be the descriptor of an
 open file of this process.
+
+Digests of the files that options name: a task's data, and the modules of its reward functions. A config does not hold
+what is in them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import importlib.util
 import inspect
-from collections.abc import Callable, Collection, Mapping
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from stalewise.errors import TaskError, nearest
+from stalewise.tasks.base import is_importable
+
+DIGITS = 16  # of a file's SHA-256
+_REFERENCE = re.compile(r"([A-Za-z_][\w.]*):[\w.]+")  # module:name
 
 _EXPECTED = {
     "string_type": "expected text",
@@ -78,3 +92,61 @@ def _type_of(parameter: inspect.Parameter) -> Any:
     annotation = Any if parameter.annotation is parameter.empty else parameter.annotation
     # pydantic would take a text for a collection of its characters.
     return list[str] | tuple[str, ...] | set[str] | frozenset[str] if annotation == Collection[str] else annotation
+
+
+# ---------------------------------------------------------------- files that options name
+
+
+def file_digests(options: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """What each option that names a file says, and the file's SHA-256, by the option's dotted name.
+
+    Of a directory all files count, of `module:name` the file of the module, but not what it imports.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for name, text in _texts(options, ""):
+        with contextlib.suppress(OSError, ValueError):  # the task itself tells what it cannot read or find
+            if (path := _file_of(text)) is not None:
+                found[name] = {"file": text, "sha256": _digest(path)}
+    return found
+
+
+def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:
+    """Every text in nested tables and lists, with its dotted name."""
+    if isinstance(value, str):
+        yield name, value
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in pairs:
+        yield from _texts(inner, f"{name}.{key}" if name else str(key))
+
+
+def _file_of(text: str) -> Path | None:
+    """The file or directory that a text names, if there is one."""
+    path = os.path.expanduser(text)
+    if os.path.isfile(path) or (os.sep in path and os.path.isdir(path)):  # a word may happen to be a directory's name
+        return Path(path)
+    reference = _REFERENCE.fullmatch(text)
+    return None if reference is None else _file_of_module(reference[1])
+
+
+def _file_of_module(name: str) -> Path | None:
+    """The file of a module; nothing is imported, not even the package that it is in."""
+    if not is_importable(name):
+        return None
+    package, *inner = name.split(".")
+    spec = importlib.util.find_spec(package)
+    for part in inner:
+        if spec is None:
+            return None
+        spec = PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations or [])
+    origin = None if spec is None else spec.origin
+    return Path(origin) if origin is not None and os.path.isfile(origin) else None
+
+
+def _digest(path: Path) -> str:
+    if path.is_file():
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
+    whole = hashlib.sha256()
+    for inner in sorted(inner for inner in path.rglob("*") if inner.is_file()):
+        whole.update(f"{inner.relative_to(path)} {_digest(inner)}\n".encode())
+    return whole.hexdigest()[:DIGITS]

@@ -207,6 +207,31 @@ def test_a_run_that_moves_to_another_device_says_so(tmp_path: Path) -> None:
     assert len(heard) == 2
 
 
+def test_a_run_says_that_its_data_or_reward_function_changed(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    rows, rewards, listener = tmp_path / "rows.jsonl", tmp_path / "rewards_that_change.py", Listener()
+    rows.write_text("".join(f'{{"problem": "{one}+1=", "answer": "{one + 1}"}}\n' for one in range(8)))
+    rewards.write_text("def parity(response):\n    return float(len(response) % 2)\n")
+    function = {"function": "rewards_that_change:parity", "workers": 1}
+    options = {"path": str(rows), "verifier": "python", "verifier_options": function}
+    record = tiny_record(runs, task={"name": "jsonl", "options": options}, model={"path": "arithmetic", "check": "off"})
+    config = make_config({**record, "schedule": {"kind": "synchronous", "updates": 3, "updates_per_generation": 1}})
+    for update in (0, 1):
+        with pytest.raises(KeyboardInterrupt):
+            run(config, StopAt(update))
+    rewards.write_text("def parity(response):\n    return float(len(response) % 2 == 0)\n")
+    run(config, listener)
+    (said,) = (text for text in listener.said if "changed since this run last started" in text)
+    assert said.startswith("rewards_that_change:parity (task.options.verifier_options.function) changed since")
+    run(config, again := Listener())  # it has ended; the changed file is known
+    assert not any("changed since this run" in text for text in again.said)
+    (changes,) = read_run(config.directory).config_changes
+    (before, after) = changes["changes"]["content of task.options.verifier_options.function"]
+    assert changes["version"] == 1 and before != after
+
+
 def test_a_learning_rate_for_small_models_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rate_warning(1e-4, 494_000_000) == (
         "optimizer.learning_rate is 1e-4, which suits adapters and small models: a full model of 494 M parameters is "

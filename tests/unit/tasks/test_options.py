@@ -1,9 +1,11 @@
-"""Options of tasks and verifiers have types."""
+"""Options of tasks and verifiers have types, and the files that they name digests."""
 
 from __future__ import annotations
 
 import datetime
 import json
+import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from stalewise.errors import TaskError
 from stalewise.tasks import TASKS, make_task, make_verifier
 from stalewise.tasks.base import load
-from stalewise.tasks.options import options_model
+from stalewise.tasks.options import file_digests, options_model
 from stalewise.tasks.verifiers import VERIFIERS
 
 
@@ -108,3 +110,33 @@ def test_a_mixture_that_is_no_list_is_told_so() -> None:
     for tasks in (None, {}, 7):
         with pytest.raises(TaskError, match=r"task mixture: tasks is .*, expected a list"):
             make_task("mixture", tasks=tasks)
+
+
+def test_files_directories_and_modules_have_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("a\n")
+    package = Path("graders")
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('it was imported')\n")
+    (package / "strict.py").write_text("def grade(response): ...\n")
+    options = {
+        "path": "rows.jsonl",
+        "split": "graders",  # a word, though there is such a directory
+        "verifier_options": {"function": "graders.strict:grade", "workers": 1, "urls": ["http://a:80", "./graders"]},
+        "tasks": [{"path": str(tmp_path / "rows.jsonl")}, {"path": "missing.jsonl"}],
+        "functions": ["no_such_module:f", "graders.none:f", "json:loads", "sys:exit", "x" * 5000, "a\0b:c", ""],
+    }
+    found = file_digests(options)
+    rows = sha256(b"a\n").hexdigest()[:16]
+    assert found["path"] == {"file": "rows.jsonl", "sha256": rows}
+    assert found["verifier_options.function"]["sha256"] == sha256(b"def grade(response): ...\n").hexdigest()[:16]
+    assert found["tasks.0.path"]["sha256"] == rows
+    assert set(found) == {
+        *("path", "verifier_options.function", "verifier_options.urls.1", "tasks.0.path", "functions.2")
+    }
+    assert "graders" not in sys.modules
+
+    (package / "more.py").write_text("")
+    changed = file_digests(options)
+    assert {name for name in found if found[name] != changed[name]} == {"verifier_options.urls.1"}
