@@ -212,7 +212,9 @@ class Orchestrator:
         write_resolved(self.config, self.directory / "config.resolved.json")
         here = environment(device_name(self.config.model.device), torch.get_num_threads(), self.ranks.world)
         log_move(self.directory, here, self.callback.log)
-        here[TASK_FILES] = log_changed_files(self.config.task.options, self.run_log, self.callback.log)
+        here[TASK_FILES] = log_changed_files(
+            self.config.task.options, self.run_log, self.config.schedule.updates, self.callback.log
+        )
         write_json_atomic(self.directory / "environment.json", here, sealed=True)
         self.guard.rollbacks.finish()
 

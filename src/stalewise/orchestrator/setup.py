@@ -106,31 +106,44 @@ def log_move(directory: Path, here: Mapping[str, Any], log: Callable[[str], obje
 
 
 def log_changed_files(
-    options: Mapping[str, Any], run_log: RunLog, log: Callable[[str], object]
+    options: Mapping[str, Any], run_log: RunLog, updates: int, log: Callable[[str], object]
 ) -> dict[str, dict[str, str]]:
-    """Digests of the files that the task's options name; tells and records which changed since the run last started."""
+    """Digests of the files that the task's options name; tells and records which changed since the run last started.
+
+    A run that has made all its `updates` takes nothing from them any more.
+    """
     path, files = run_log.directory / "environment.json", file_digests(options)
-    if not is_started(run_log.directory) or not path.is_file():
+    newest = max(checkpoints.versions(run_log.directory), default=0)
+    if not is_started(run_log.directory) or newest >= updates or not path.is_file():
         return files
     before: Mapping[str, Any] = {}
     with contextlib.suppress(StoreError):  # a damaged file is about to be replaced
-        before = atomic.read_json(path).get(TASK_FILES, {})
-    # An option that names another file now was adopted as a change, or the run is a fork.
-    changed = {
-        name: (before[name]["sha256"], now["sha256"])
-        for name, now in files.items()
-        if name in before and before[name]["file"] == now["file"] and before[name]["sha256"] != now["sha256"]
-    }
+        before = atomic.read_json(path)
+    changed = changed_files(before.get(TASK_FILES), files)
     if changed:
-        newest = checkpoints.versions(run_log.directory)[-1]
         record = {f"content of task.options.{name}": list(digests) for name, digests in changed.items()}
         run_log.log_event("config", 0.0, version=newest, changes=record)
         named = " and ".join(f"{files[name]['file']} (task.options.{name})" for name in changed)
+        forked = ", or the run that it was forked from," if read_fork(run_log.directory) else ""
         log(
-            f"{named} changed since this run last started: from here on its prompts and rewards come from the changed "
-            "file; to continue as it began, restore it"
+            f"{named} changed since this run{forked} last started: from here on prompts, rewards and evaluations are "
+            "those of the changed file"
         )
     return files
+
+
+def changed_files(before: Any, files: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, str]]:
+    """Digests before and now of the files that changed.
+
+    An option that names another file now was adopted as a change, or the run is a fork. Of an option without a digest
+    of before nothing is known, as in runs of earlier releases.
+    """
+    known: dict[str, str] = {}
+    for name, now in files.items():
+        entry = before.get(name) if isinstance(before, Mapping) else None
+        if isinstance(entry, Mapping) and entry.get("file") == now["file"] and isinstance(entry.get("sha256"), str):
+            known[name] = entry["sha256"]
+    return {name: (old, files[name]["sha256"]) for name, old in known.items() if old != files[name]["sha256"]}
 
 
 def _describe_device(record: Mapping[str, Any]) -> str:

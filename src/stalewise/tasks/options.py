@@ -18,7 +18,6 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
 from importlib.machinery import PathFinder
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
@@ -98,15 +97,17 @@ def _type_of(parameter: inspect.Parameter) -> Any:
 
 
 def file_digests(options: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """What each option that names a file says, and the file's SHA-256, by the option's dotted name.
+    """What each option that names a file says, and the digest of that file, by the option's dotted name.
 
-    Of a directory all files count, of `module:name` the file of the module, but not what it imports.
+    `module:name` names the file of the module. What that file imports is not covered, nor are directories.
     """
     found: dict[str, dict[str, str]] = {}
     for name, text in _texts(options, ""):
         with contextlib.suppress(OSError, ValueError):  # the task itself tells what it cannot read or find
             if (path := _file_of(text)) is not None:
-                found[name] = {"file": text, "sha256": _digest(path)}
+                with open(path, "rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
+                found[name] = {"file": text, "sha256": digest}
     return found
 
 
@@ -119,16 +120,16 @@ def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:
         yield from _texts(inner, f"{name}.{key}" if name else str(key))
 
 
-def _file_of(text: str) -> Path | None:
-    """The file or directory that a text names, if there is one."""
+def _file_of(text: str) -> str | None:
+    """The path of the file that a text names, if there is one."""
     path = os.path.expanduser(text)
-    if os.path.isfile(path) or (os.sep in path and os.path.isdir(path)):  # a word may happen to be a directory's name
-        return Path(path)
+    if os.path.isfile(path):
+        return path
     reference = _REFERENCE.fullmatch(text)
     return None if reference is None else _file_of_module(reference[1])
 
 
-def _file_of_module(name: str) -> Path | None:
+def _file_of_module(name: str) -> str | None:
     """The file of a module; nothing is imported, not even the package that it is in."""
     if not is_importable(name):
         return None
@@ -139,14 +140,4 @@ def _file_of_module(name: str) -> Path | None:
             return None
         spec = PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations or [])
     origin = None if spec is None else spec.origin
-    return Path(origin) if origin is not None and os.path.isfile(origin) else None
-
-
-def _digest(path: Path) -> str:
-    if path.is_file():
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
-    whole = hashlib.sha256()
-    for inner in sorted(inner for inner in path.rglob("*") if inner.is_file()):
-        whole.update(f"{inner.relative_to(path)} {_digest(inner)}\n".encode())
-    return whole.hexdigest()[:DIGITS]
+    return origin if origin is not None and os.path.isfile(origin) else None

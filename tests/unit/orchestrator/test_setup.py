@@ -20,9 +20,12 @@ from stalewise.errors import ConfigError
 from stalewise.models import EMBEDDED, resolve_model
 from stalewise.orchestrator import setup as module
 from stalewise.orchestrator.preflight import check_objective, examine
+from stalewise.orchestrator.run_log import RunLog
 from stalewise.orchestrator.setup import (
+    changed_files,
     check_vllm_room,
     drift_limits,
+    log_changed_files,
     log_move,
     rate_warning,
     write_first_checkpoint,
@@ -225,11 +228,45 @@ def test_a_run_says_that_its_data_or_reward_function_changed(
     run(config, listener)
     (said,) = (text for text in listener.said if "changed since this run last started" in text)
     assert said.startswith("rewards_that_change:parity (task.options.verifier_options.function) changed since")
-    run(config, again := Listener())  # it has ended; the changed file is known
-    assert not any("changed since this run" in text for text in again.said)
     (changes,) = read_run(config.directory).config_changes
     (before, after) = changes["changes"]["content of task.options.verifier_options.function"]
     assert changes["version"] == 1 and before != after
+    rewards.write_text("def parity(response):\n    return 1.0\n")
+    run(config, listener)  # it has ended, so nothing comes from the file any more
+    assert len(read_run(config.directory).config_changes) == 1
+
+
+@pytest.mark.parametrize(
+    "damaged", [None, [], "", {"path": "abc"}, {"path": {"file": "a"}}, {"path": {"file": "a", "sha256": 1}}, {}]
+)
+def test_of_a_file_without_a_digest_of_before_nothing_is_known(damaged: Any) -> None:
+    assert changed_files(damaged, {"path": {"file": "a", "sha256": "1"}}) == {}
+
+
+def test_only_the_content_of_the_same_file_changes() -> None:
+    before = {"path": {"file": "a", "sha256": "1"}, "evaluation_path": {"file": "b", "sha256": "2"}}
+    now = {"path": {"file": "c", "sha256": "3"}, "evaluation_path": {"file": "b", "sha256": "4"}}
+    assert changed_files(before, now) == {"evaluation_path": ("2", "4")}
+
+
+def test_rollouts_without_a_checkpoint_are_begun_too(tmp_path: Path) -> None:
+    """As `stalewise generate --checkpoint` makes them."""
+    run_log, heard = RunLog(tmp_path), list[str]()
+    (tmp_path / "rows.jsonl").write_text("{}")
+    batch = tmp_path / "rollouts" / "g000000-v000000"
+    batch.mkdir(parents=True)
+    options, file = {"path": str(tmp_path / "rows.jsonl")}, tmp_path / "environment.json"
+    write_json_atomic(file, {"task_files": log_changed_files(options, run_log, 4, heard.append)}, sealed=True)
+    log_changed_files(options, run_log, 4, heard.append)
+    assert heard == []
+    (tmp_path / "rows.jsonl").write_text("{ }")
+    log_changed_files(options, run_log, 4, heard.append)
+    assert len(heard) == 1 and heard[0].startswith(
+        f"{tmp_path / 'rows.jsonl'} (task.options.path) changed since this run"
+    )
+    file.write_text("{")
+    log_changed_files(options, run_log, 4, heard.append)  # damaged, and about to be written anew
+    assert len(heard) == 1
 
 
 def test_a_learning_rate_for_small_models_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,9 +112,10 @@ def test_a_mixture_that_is_no_list_is_told_so() -> None:
             make_task("mixture", tasks=tasks)
 
 
-def test_files_directories_and_modules_have_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_modules_that_options_name_have_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as in a script
     Path("rows.jsonl").write_text("a\n")
     package = Path("graders")
     package.mkdir()
@@ -122,21 +123,24 @@ def test_files_directories_and_modules_have_digests(tmp_path: Path, monkeypatch:
     (package / "strict.py").write_text("def grade(response): ...\n")
     options = {
         "path": "rows.jsonl",
-        "split": "graders",  # a word, though there is such a directory
         "verifier_options": {"function": "graders.strict:grade", "workers": 1, "urls": ["http://a:80", "./graders"]},
-        "tasks": [{"path": str(tmp_path / "rows.jsonl")}, {"path": "missing.jsonl"}],
-        "functions": ["no_such_module:f", "graders.none:f", "json:loads", "sys:exit", "x" * 5000, "a\0b:c", ""],
+        "tasks": [
+            {"path": str(tmp_path / "rows.jsonl")},
+            {"path": "missing.jsonl"},
+            {"path": "graders"},
+            {"path": "/"},
+        ],
+        "functions": ["no_such_module:f", "graders.none:f", "graders.strict.f:f", "json:loads", "sys:exit", "x" * 5000],
+        "odd": ["a\0b:c", "", "__main__:f"],
     }
     found = file_digests(options)
     rows = sha256(b"a\n").hexdigest()[:16]
     assert found["path"] == {"file": "rows.jsonl", "sha256": rows}
     assert found["verifier_options.function"]["sha256"] == sha256(b"def grade(response): ...\n").hexdigest()[:16]
     assert found["tasks.0.path"]["sha256"] == rows
-    assert set(found) == {
-        *("path", "verifier_options.function", "verifier_options.urls.1", "tasks.0.path", "functions.2")
-    }
+    assert set(found) == {"path", "verifier_options.function", "tasks.0.path", "functions.3"}
     assert "graders" not in sys.modules
 
-    (package / "more.py").write_text("")
+    Path("rows.jsonl").write_text("b\n")
     changed = file_digests(options)
-    assert {name for name in found if found[name] != changed[name]} == {"verifier_options.urls.1"}
+    assert {name for name in found if found[name] != changed[name]} == {"path", "tasks.0.path"}
