@@ -185,10 +185,12 @@ def by_group(intervals: Iterable[tuple[float, float, str]]) -> dict[str, float]:
 def fastest(runs: Mapping[str, Record]) -> dict[str, dict[str, Any]]:
     """By size, kind and memory: the fastest mode, how close `auto` comes to it, and whether the goal is met.
 
-    By share of the matrix rate, since runs of a file may be from machines that are not equally fast.
+    By share of the matrix rate, since runs of a file may be from machines that are not equally fast. `auto` is compared
+    with the modes of its own sitting alone: earlier ones may be of another revision.
     """
     found: dict[str, dict[str, Any]] = {}
     speeds: dict[str, dict[str, float]] = {}
+    sittings: dict[str, dict[str, int | None]] = {}
     for name, run in runs.items():
         if run.get("error") or "stage" in name:
             continue
@@ -198,13 +200,25 @@ def fastest(runs: Mapping[str, Record]) -> dict[str, dict[str, Any]]:
             found[place] = {key: run[key] for key in ("tokens_per_second", "mfu", "peak_bytes", "estimate_ratio")}
             found[place]["mode"] = mode
         speeds.setdefault(place, {})[mode] = speed
+        sittings.setdefault(place, {})[mode] = run.get("sitting")
     for place, best in found.items():
         if "auto" in speeds[place]:
-            best["auto_share"] = speeds[place]["auto"] / max(speeds[place].values())
+            beside = [speed for mode, speed in speeds[place].items() if is_beside(sittings[place], mode)]
+            if beside:
+                best["auto_share"] = speeds[place]["auto"] / max(*beside, speeds[place]["auto"])
         goal = GOALS.get(place.partition("/")[0])
         if goal is not None and best["mfu"] is not None:
             best["goal_met"] = best["mfu"] >= goal
     return found
+
+
+def is_beside(sitting_of: Mapping[str, int | None], mode: str) -> bool:
+    """Whether a mode was measured in the sitting of `auto`.
+
+    >>> is_beside({"auto": 1, "graphs": 1, "launches": 0}, "graphs"), is_beside({"auto": 1, "graphs": 0}, "graphs")
+    (True, False)
+    """
+    return mode != "auto" and sitting_of[mode] == sitting_of["auto"]
 
 
 def headline(runs: Mapping[str, Record]) -> dict[str, Any]:

@@ -102,6 +102,17 @@ def test_auto_is_compared_with_the_fastest_mode_and_failures_are_listed() -> Non
     assert (best["mode"], best["auto_share"], best["goal_met"]) == ("auto", 1.0, True)  # 0.56 > 0.55
     assert head["failed"] == {"7b/full/recompute/both": "of memory"}
 
+    of_two_sittings = {
+        "0.5b/full/plain/both": {**_run(20.0, mfu=0.6), "sitting": 0},
+        "0.5b/full/plain/graphs": {**_run(20.0, mfu=0.4), "sitting": 1},
+        "0.5b/full/plain/auto": {**_run(20.0, mfu=0.5), "sitting": 1},
+        "1.5b/full/plain/graphs": {**_run(20.0, mfu=0.4), "sitting": 0},
+        "1.5b/full/plain/auto": {**_run(20.0, mfu=0.5), "sitting": 1},
+    }
+    found = figures.fastest(of_two_sittings)
+    assert (found["0.5b/full/plain"]["mode"], found["0.5b/full/plain"]["auto_share"]) == ("both", 1.0)
+    assert "auto_share" not in found["1.5b/full/plain"]  # nothing was measured beside it
+
 
 def test_a_part_is_measured_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.learner_bench import work

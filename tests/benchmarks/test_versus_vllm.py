@@ -65,12 +65,13 @@ def test_only_what_is_missing_is_measured() -> None:
     record: dict[str, Any] = {"parts": {"7b/256": {"ours": side(1, 1), "vllm": {"512": side(1, 1), "1024": {}}}}}
     wanted = bench.jobs(record, ["7b/256", "7b/4096"])
     assert [(job["parts"], job["side"], job.get("seqs")) for job in wanted] == [
+        (["7b/256"], "vllm", 128),
         (["7b/256"], "vllm", 256),
         (["7b/256"], "vllm", 1024),
         (["7b/4096"], "ours", None),
         (["7b/4096"], "vllm", 512),
     ]
-    assert len(bench.jobs(record, ["7b/256"], again=True)) == 4
+    assert len(bench.jobs(record, ["7b/256"], again=True)) == 5
 
 
 def test_vllm_starts_once_for_the_parts_of_a_size() -> None:
@@ -78,8 +79,10 @@ def test_vllm_starts_once_for_the_parts_of_a_size() -> None:
     theirs = [(job["parts"], job["seqs"], job["seconds"]) for job in wanted if job["side"] == "vllm"]
     seconds = [bench.PARTS[name].seconds for name in ("0.5b/512", "0.5b/4096", "1.5b/4096")]
     assert theirs == [
-        (["0.5b/512", "0.5b/4096"], 512, seconds[0] / 3 + seconds[1] / 2),
-        (["0.5b/512"], 2048, seconds[0] / 3),
+        (["0.5b/512"], 256, seconds[0] / 5),
+        (["0.5b/512", "0.5b/4096"], 512, seconds[0] / 5 + seconds[1] / 2),
+        (["0.5b/512"], 1024, seconds[0] / 5),
+        (["0.5b/512"], 2048, seconds[0] / 5),
         (["1.5b/4096"], 512, seconds[2] / 2),
     ]
     assert [job["parts"] for job in wanted if job["side"] == "ours"] == [["0.5b/512"], ["0.5b/4096"], ["1.5b/4096"]]
