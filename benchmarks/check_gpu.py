@@ -8,16 +8,18 @@ Without a model it makes one of SmolLM2's shape with random weights.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib
 import json
+import logging
 import math
 import os
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from versus.jobs import environment, now
 
 from stalewise.config import RunConfig, make_config
+from stalewise.errors import ModelError
 from stalewise.models import EMBEDDED
 from stalewise.models import transfer as host_copies
 from stalewise.models.loading import load_model, pick_weights_dtype
@@ -270,9 +273,16 @@ def made_up_requests(vocabulary: int) -> list[Request]:
     return [Request(prompt, 100 * i + j) for i, prompt in enumerate(prompts) for j in range(8)]
 
 
-def make_sampler(model: str, dtype: torch.dtype, compiled: bool = False, tokens: int = 32) -> HFSampler:
+def make_sampler(
+    model: str, dtype: torch.dtype, compiled: bool = False, tokens: int = 32, slots: bool | None = None
+) -> HFSampler:
     sampler = HFSampler(
-        SamplerSettings(), max_new_tokens=tokens, device=CUDA, dtype=dtype, should_compile=lambda model: compiled
+        SamplerSettings(),
+        max_new_tokens=tokens,
+        device=CUDA,
+        dtype=dtype,
+        slots=slots,
+        should_compile=lambda model: compiled,
     )
     sampler.load(Path(model))
     return sampler
@@ -329,6 +339,66 @@ def check_sampler(
         "transformers_mean": torch.cat(others).mean().item(),
         "same_again": same,
     }
+
+
+def check_memory_ends(model: str, vocabulary: int) -> dict[str, Any]:
+    """A limit on torch's memory that no estimate knows of: with a growing cache, of one response, and in slots."""
+    warned = Warned()
+    logger = logging.getLogger("stalewise.rollout.engines.embedded")
+    logger.addHandler(warned)
+    requests, found = made_up_requests(vocabulary), dict[str, Any]()
+    sampler, slots = make_sampler(model, torch.float32, tokens=200, slots=False), make_sampler(model, torch.float32)
+    try:
+        with memory_left(0.8):
+            responses = sampler.sample(requests)
+        found["halvings"], found["responses"] = warned.count("from here on at most"), len(responses)
+        found["ours_max"] = distances(load(model, torch.float32), requests, responses).max().item()
+        sampler.max_new_tokens = 4000
+        for when, room, prompt in (("first", 0.001, 2000), ("later", 0.03, 8)):
+            with memory_left(room):
+                found[when] = said_by(sampler, [Request(list(range(3, 3 + prompt)), 0)])
+        with memory_left(0.05):
+            found["slots"] = said_by(slots, requests)
+        sampler.max_new_tokens = 8
+        found["afterwards"] = [len(one.sample(requests)) for one in (sampler, slots)]
+    finally:
+        logger.removeHandler(warned)
+    return found
+
+
+class Warned(logging.Handler):
+    """What was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+    def count(self, text: str) -> int:
+        return sum(text in one for one in self.said)
+
+
+@contextlib.contextmanager
+def memory_left(gigabytes: float) -> Iterator[None]:
+    """Torch may take so much more than it holds; what the driver counts as free stays as it is."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + gigabytes * 1e9) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def said_by(sampler: HFSampler, requests: list[Request]) -> str:
+    """The message where sampling ends with one; else how many responses there are."""
+    try:
+        return f"{len(sampler.sample(requests))} responses"
+    except ModelError as error:
+        return f"ModelError: {error}"
 
 
 def check_waiting(model: str, vocabulary: int) -> dict[str, float]:
@@ -560,6 +630,18 @@ def verdicts(name: str, found: Any) -> dict[str, bool]:
     if name == "sampler_blocks":
         close = found["ours_mean"] < 1.1 * found["transformers_mean"]
         return {"responses that are put back and go on are no worse than transformers": close and found["put_back"] > 0}
+    if name == "sampler_memory":
+        ended = "ModelError: out of memory while sampling one response"
+        return {
+            "half as many rows, and the log-probabilities of a plain pass": found["halvings"] > 0
+            and found["responses"] == 192
+            and found["ours_max"] < 2e-3,
+            "one response ends with the estimate, at its first token and later": found["first"].startswith(ended)
+            and found["later"].startswith(ended),
+            "slots end with all responses or with a message": found["slots"] == "192 responses"
+            or found["slots"].startswith("ModelError"),
+            "afterwards they sample again": found["afterwards"] == [192, 192],
+        }
     if name.startswith("sampler"):
         return {
             "no worse than transformers": found["ours_mean"] < 1.1 * found["transformers_mean"],
@@ -616,6 +698,7 @@ def main() -> int:
             "sampler_compiled": lambda: check_sampler(model, vocabulary, torch.bfloat16, compiled=True),
             "sampler_blocks": lambda: check_few_blocks(model, vocabulary, torch.bfloat16),
             "sampler_waiting": lambda: check_waiting(model, vocabulary),
+            "sampler_memory": lambda: check_memory_ends(model, vocabulary),
             "rounding": lambda: check_rounding(model, vocabulary),
             "token_record": lambda: check_token_record(model, rows),
             "steps": lambda: check_steps(model, rows, vocabulary),
