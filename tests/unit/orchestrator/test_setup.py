@@ -35,6 +35,7 @@ from stalewise.reporting.read import read_run
 from stalewise.reporting.summary import summarize
 from stalewise.store.atomic import write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory
+from stalewise.store.json_lines import read_jsonl
 from tiny import tiny_record
 
 
@@ -264,6 +265,7 @@ def test_rollouts_without_a_checkpoint_are_begun_too(tmp_path: Path) -> None:
     assert len(heard) == 1 and heard[0].startswith(
         f"{tmp_path / 'rows.jsonl'} (task.options.path) changed since this run"
     )
+    assert [line["version"] for line in read_jsonl(tmp_path / "journal.jsonl")] == [0]
     file.write_text("{")
     log_changed_files(options, run_log, 4, heard.append)  # damaged, and about to be written anew
     assert len(heard) == 1
