@@ -3,12 +3,17 @@
     python benchmarks/schedule_tail.py [--prompts 256] [--tokens 16384] [--slots 256] [--draws 6]
 
 Runs the sampler's own queue (`RequestQueue`) without a model: each step gives every slot one token, and a response ends
-at its drawn length. Groups of 8 responses; lengths are long-tailed and alike within a group, as in versus_vllm.py. The
-orders: `arrival`; `expected`, as the sampler does it, first with nothing known and then with the lengths of an earlier
-pool, whose groups are alike and whose responses are other ones; `true`, by the drawn lengths themselves, longest first,
-which nobody knows. No order ends in fewer steps than the larger of the longest response and all tokens divided by the
-slots. `busy` is the share of slots that hold a response, over all steps. Counts steps, not seconds: one with few rows
-takes less time than one with many, but not in proportion.
+at its drawn length. Groups of 8 responses; lengths are long-tailed and alike within a group, as in versus_vllm.py.
+
+    arrival                 in the order of the requests
+    expected                longest expected first, as the sampler does it: with nothing known, and with the lengths of
+                            an earlier pool, whose groups are alike and whose responses are other ones
+    two of each first       two responses to each prompt before any third one, with nothing known; not in the sampler
+    true                    longest first by the drawn lengths themselves, which nobody knows
+
+No order ends in fewer steps than the larger of the longest response and all tokens divided by the slots. `busy` is the
+share of slots that hold a response, over all steps. Counts steps, not seconds: one with few rows takes less time than
+one with many, but not in proportion.
 """
 
 from __future__ import annotations
@@ -68,6 +73,12 @@ def compare(prompts: int, tokens: int, slots: int, draw: int) -> dict[str, tuple
     def in_order(queue: RequestQueue, most: int, expected_P: np.ndarray) -> np.ndarray:
         return np.flatnonzero(queue.waiting_Q)[:most]
 
+    def two_first(queue: RequestQueue, most: int, expected_P: np.ndarray) -> np.ndarray:
+        waiting = np.flatnonzero(queue.waiting_Q)
+        prompt = queue.prompt_Q[waiting]
+        is_third = waiting % GROUP_SIZE >= 2
+        return waiting[np.lexsort((waiting % GROUP_SIZE, -expected_P[prompt], is_third))][:most]
+
     def by_truth(queue: RequestQueue, most: int, expected_P: np.ndarray) -> np.ndarray:
         waiting = np.flatnonzero(queue.waiting_Q)
         return waiting[np.argsort(-lengths[waiting], kind="stable")][:most]
@@ -78,6 +89,7 @@ def compare(prompts: int, tokens: int, slots: int, draw: int) -> dict[str, tuple
     orders: dict[str, tuple[Order, LengthHistory]] = {
         "arrival": (in_order, LengthHistory()),
         "expected, nothing known": (RequestQueue.next, LengthHistory()),
+        "two of each first, nothing known": (two_first, LengthHistory()),
         "expected, an earlier pool known": (RequestQueue.next, known),
         "true": (by_truth, LengthHistory()),
     }

@@ -188,37 +188,29 @@ def fastest(runs: Mapping[str, Record]) -> dict[str, dict[str, Any]]:
     By share of the matrix rate, since runs of a file may be from machines that are not equally fast. `auto` is compared
     with the modes of its own sitting alone: earlier ones may be of another revision.
     """
-    found: dict[str, dict[str, Any]] = {}
-    speeds: dict[str, dict[str, float]] = {}
-    sittings: dict[str, dict[str, int | None]] = {}
+    places: dict[str, dict[str, Record]] = {}
     for name, run in runs.items():
-        if run.get("error") or "stage" in name:
-            continue
-        place, _, mode = name.rpartition("/")
-        speed = run["tokens_per_second"] if run["mfu"] is None else run["mfu"]
-        if speed > max(speeds.get(place, {}).values(), default=0.0):
-            found[place] = {key: run[key] for key in ("tokens_per_second", "mfu", "peak_bytes", "estimate_ratio")}
-            found[place]["mode"] = mode
-        speeds.setdefault(place, {})[mode] = speed
-        sittings.setdefault(place, {})[mode] = run.get("sitting")
-    for place, best in found.items():
-        if "auto" in speeds[place]:
-            beside = [speed for mode, speed in speeds[place].items() if is_beside(sittings[place], mode)]
-            if beside:
-                best["auto_share"] = speeds[place]["auto"] / max(*beside, speeds[place]["auto"])
-        goal = GOALS.get(place.partition("/")[0])
-        if goal is not None and best["mfu"] is not None:
-            best["goal_met"] = best["mfu"] >= goal
-    return found
+        if not run.get("error") and "stage" not in name:
+            place, _, mode = name.rpartition("/")
+            places.setdefault(place, {})[mode] = run
+    return {place: _fastest_of(modes, GOALS.get(place.partition("/")[0])) for place, modes in places.items()}
 
 
-def is_beside(sitting_of: Mapping[str, int | None], mode: str) -> bool:
-    """Whether a mode was measured in the sitting of `auto`.
+def _fastest_of(modes: Mapping[str, Record], goal: float | None) -> dict[str, Any]:
+    def speed(run: Record) -> float:
+        return run["tokens_per_second"] if run["mfu"] is None else run["mfu"]
 
-    >>> is_beside({"auto": 1, "graphs": 1, "launches": 0}, "graphs"), is_beside({"auto": 1, "graphs": 0}, "graphs")
-    (True, False)
-    """
-    return mode != "auto" and sitting_of[mode] == sitting_of["auto"]
+    mode, run = max(modes.items(), key=lambda item: speed(item[1]))
+    best: dict[str, Any] = {key: run[key] for key in ("tokens_per_second", "mfu", "peak_bytes", "estimate_ratio")} | {
+        "mode": mode
+    }
+    if (auto := modes.get("auto")) is not None:
+        beside = [speed(one) for one in modes.values() if one.get("sitting") == auto.get("sitting")]
+        if len(beside) > 1:  # not `auto` alone
+            best["auto_share"] = speed(auto) / max(beside)
+    if goal is not None and best["mfu"] is not None:
+        best["goal_met"] = best["mfu"] >= goal
+    return best
 
 
 def headline(runs: Mapping[str, Record]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from stalewise.store import atomic, checkpoints
 from stalewise.store.json_lines import truncate_jsonl
 from stalewise.store.records import LIMITS, read_record
 from stalewise.tasks import Task
-from stalewise.tasks.options import file_digests
+from stalewise.tasks.options import named_files
 from stalewise.trainer.execution import check_trainable
 from stalewise.trainer.lora import save_first
 
@@ -132,11 +132,20 @@ def log_changed_files(
     return files
 
 
+def file_digests(options: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """What each option that names a file says, and the SHA-256 of that file, by the option's dotted name."""
+    found: dict[str, dict[str, str]] = {}
+    for name, (text, path) in named_files(options).items():
+        with contextlib.suppress(OSError):  # the task itself tells what it cannot read
+            found[name] = {"file": text, "sha256": atomic.sha256_file(path)}
+    return found
+
+
 def changed_files(before: Any, files: Mapping[str, Mapping[str, str]]) -> dict[str, tuple[str, str]]:
     """Digests before and now of the files that changed.
 
-    An option that names another file now was adopted as a change, or the run is a fork. Of an option without a digest
-    of before nothing is known, as in runs of earlier releases.
+    Options that name another file than before are left out: a changed option is reported by itself. So are options
+    without a digest of before, as in runs of earlier releases.
     """
     known: dict[str, str] = {}
     for name, now in files.items():

@@ -3,14 +3,12 @@
 An option of the wrong type is refused before anything is opened: `evaluation_path = 1` would be the descriptor of an
 open file of this process.
 
-Digests of the files that options name: a task's data, and the modules of its reward functions. A config does not hold
-what is in them.
+`named_files` finds the files that options name: a task's data, and the modules of its reward functions.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 import inspect
 import os
@@ -25,7 +23,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from stalewise.errors import TaskError, nearest
 from stalewise.tasks.base import is_importable
 
-DIGITS = 16  # of a file's SHA-256
 _REFERENCE = re.compile(r"([A-Za-z_][\w.]*):[\w.]+")  # module:name
 
 _EXPECTED = {
@@ -96,18 +93,16 @@ def _type_of(parameter: inspect.Parameter) -> Any:
 # ---------------------------------------------------------------- files that options name
 
 
-def file_digests(options: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """What each option that names a file says, and the digest of that file, by the option's dotted name.
+def named_files(options: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """What each option that names a file says, and the path of that file, by the option's dotted name.
 
     `module:name` names the file of the module. What that file imports is not covered, nor are directories.
     """
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, tuple[str, str]] = {}
     for name, text in _texts(options, ""):
-        with contextlib.suppress(OSError, ValueError):  # the task itself tells what it cannot read or find
+        with contextlib.suppress(ValueError):  # a module that has no file; the task itself tells what it cannot find
             if (path := _file_of(text)) is not None:
-                with open(path, "rb") as file:
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()[:DIGITS]
-                found[name] = {"file": text, "sha256": digest}
+                found[name] = text, path
     return found
 
 
@@ -115,9 +110,11 @@ def _texts(value: Any, name: str) -> Iterator[tuple[str, str]]:
     """Every text in nested tables and lists, with its dotted name."""
     if isinstance(value, str):
         yield name, value
-    pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in pairs:
-        yield from _texts(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        yield from _texts(dict(enumerate(value)), name)
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _texts(inner, f"{name}.{key}" if name else str(key))
 
 
 def _file_of(text: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from stalewise.orchestrator.setup import (
 from stalewise.planning.memory import MemoryEstimate
 from stalewise.reporting.read import read_run
 from stalewise.reporting.summary import summarize
-from stalewise.store.atomic import write_json_atomic
+from stalewise.store.atomic import read_json, write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory
 from stalewise.store.json_lines import read_jsonl
 from tiny import tiny_record
@@ -260,6 +261,7 @@ def test_rollouts_without_a_checkpoint_are_begun_too(tmp_path: Path) -> None:
     write_json_atomic(file, {"task_files": log_changed_files(options, run_log, 4, heard.append)}, sealed=True)
     log_changed_files(options, run_log, 4, heard.append)
     assert heard == []
+    assert read_json(file)["task_files"]["path"]["sha256"] == sha256(b"{}").hexdigest()
     (tmp_path / "rows.jsonl").write_text("{ }")
     log_changed_files(options, run_log, 4, heard.append)
     assert len(heard) == 1 and heard[0].startswith(

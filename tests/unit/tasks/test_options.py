@@ -1,11 +1,10 @@
-"""Options of tasks and verifiers have types, and the files that they name digests."""
+"""Options of tasks and verifiers have types, and their files are found."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import sys
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from stalewise.errors import TaskError
 from stalewise.tasks import TASKS, make_task, make_verifier
 from stalewise.tasks.base import load
-from stalewise.tasks.options import file_digests, options_model
+from stalewise.tasks.options import named_files, options_model
 from stalewise.tasks.verifiers import VERIFIERS
 
 
@@ -112,7 +111,7 @@ def test_a_mixture_that_is_no_list_is_told_so() -> None:
             make_task("mixture", tasks=tasks)
 
 
-def test_files_and_modules_that_options_name_have_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_modules_that_options_name_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as in a script
@@ -133,14 +132,11 @@ def test_files_and_modules_that_options_name_have_digests(tmp_path: Path, monkey
         "functions": ["no_such_module:f", "graders.none:f", "graders.strict.f:f", "json:loads", "sys:exit", "x" * 5000],
         "odd": ["a\0b:c", "", "__main__:f"],
     }
-    found = file_digests(options)
-    rows = sha256(b"a\n").hexdigest()[:16]
-    assert found["path"] == {"file": "rows.jsonl", "sha256": rows}
-    assert found["verifier_options.function"]["sha256"] == sha256(b"def grade(response): ...\n").hexdigest()[:16]
-    assert found["tasks.0.path"]["sha256"] == rows
-    assert set(found) == {"path", "verifier_options.function", "tasks.0.path", "functions.3"}
+    rows = ("rows.jsonl", str(tmp_path / "rows.jsonl"))
+    assert {name: (text, str(Path(path).resolve())) for name, (text, path) in named_files(options).items()} == {
+        "path": rows,
+        "verifier_options.function": ("graders.strict:grade", str(package.resolve() / "strict.py")),
+        "tasks.0.path": (rows[1], rows[1]),
+        "functions.3": ("json:loads", json.__file__),
+    }
     assert "graders" not in sys.modules
-
-    Path("rows.jsonl").write_text("b\n")
-    changed = file_digests(options)
-    assert {name for name in found if found[name] != changed[name]} == {"path", "tasks.0.path"}
